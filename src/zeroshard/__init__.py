@@ -1,0 +1,5 @@
+"""zeroshard: ZeRO training for PyTorch."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

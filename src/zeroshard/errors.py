@@ -1,0 +1,71 @@
+"""The errors zeroshard raises, drawn as a tree.
+
+    ZeroShardError
+    ├── ConfigError            a key, value or combination of the config
+    │   ├── UnknownKeyError    a key nobody knows; carries the nearest known one
+    │   └── NotYetError        a key that is known but not implemented in this release
+    ├── ModelError             the model handed to `initialize` (no parameters, foreign optimizer, ...)
+    ├── ShardedAccessError     a sharded parameter was read where it cannot be gathered
+    ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
+    ├── CommError              a collective failed
+    │   └── RankLostError      a peer went away; names the rank
+    └── StateError             an illegal move of a bucket or of the engine's life cycle
+
+Each message names the value, where it came from, the rule it broke, and the cure.
+Asserts are kept for our own mistakes.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "ModelError",
+    "NotYetError",
+    "RankLostError",
+    "ScheduleError",
+    "ShardedAccessError",
+    "StateError",
+    "UnknownKeyError",
+    "ZeroShardError",
+]
+
+
+class ZeroShardError(Exception):
+    """Root of everything zeroshard raises on purpose."""
+
+
+class ConfigError(ZeroShardError, ValueError):
+    """A config file, key, value or combination that cannot be used."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no version of the config has; the message carries the nearest known name."""
+
+
+class NotYetError(ConfigError, NotImplementedError):
+    """A key that zeroshard knows and will implement, but not in this release."""
+
+
+class ModelError(ZeroShardError, ValueError):
+    """The model, or the optimizer that came with it, cannot be trained as it is."""
+
+
+class ShardedAccessError(ZeroShardError, RuntimeError):
+    """A sharded parameter was touched outside a forward; the message names it and the cure."""
+
+
+class ScheduleError(ZeroShardError, RuntimeError):
+    """A schedule that breaks a rule (use before gather, budget, leftovers) or differs between ranks."""
+
+
+class CommError(ZeroShardError, RuntimeError):
+    """A collective could not be completed."""
+
+
+class RankLostError(CommError):
+    """A peer rank closed its end; the message names it."""
+
+
+class StateError(ZeroShardError, RuntimeError):
+    """An illegal move: names the object, the state it is in and the state it was asked to enter."""
