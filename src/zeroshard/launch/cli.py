@@ -1,0 +1,150 @@
+"""The `zeroshard` command: `run`, and a table of commands that live in other wings.
+
+Nothing heavy is imported until a command needs it, so `zeroshard --help` answers at once. Every mistake on
+the command line is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+import zeroshard
+from zeroshard.errors import ConfigError, ZeroShardError
+
+__all__ = ["app", "main"]
+
+# The common base of everything the parser raises. Typer has it from click, or from its own copy of click.
+_CommandLineError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+app = typer.Typer(
+    name="zeroshard",
+    help="ZeRO training for PyTorch: the DeepSpeed config and calls.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zeroshard {zeroshard.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1", param_hint="--nproc")
+    return int(text)
+
+
+# Options end at the script: what follows is the script's, even if it looks like ours.
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="Python file to run (with --module: a module name).")],
+    args: Annotated[list[str] | None, typer.Argument(help="Passed to the script untouched.")] = None,
+    nproc: Annotated[
+        str | None,
+        typer.Option(
+            "--nproc", "-n", metavar="N", help="Ranks to start. Default: one per accelerator, or 2."
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module name, as in python -m.")
+    ] = False,
+) -> int:
+    """Run a script on N ranks of this machine."""
+    ranks = None if nproc is None else _positive(nproc)
+    if not module and not Path(script).is_file():
+        raise typer.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
+    from zeroshard.launch.runner import run_ranks
+
+    target = ["-m", script] if module else [script]
+    return run_ranks([*target, *(args or [])], ranks)
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="DeepSpeed JSON file to check.")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key and what uses it.")] = False,
+) -> int:
+    """Check a config file, or list every config key."""
+    from zeroshard import config as wing
+
+    if keys:
+        for key in wing.iter_keys():
+            typer.echo(str(key))
+    if file is not None:
+        parsed = wing.parse(file)
+        wing.require_supported(parsed)
+        typer.echo(wing.explain_config(parsed))
+    elif not keys:
+        raise typer.BadParameter("give a file to check, or --keys", param_hint="FILE")
+    return 0
+
+
+class _Elsewhere(NamedTuple):
+    """A command whose `main(arguments) -> exit status` lives in another wing."""
+
+    module: str
+    help: str
+
+
+# Named, not imported: wings do not import each other, and the command that is not run costs nothing.
+ELSEWHERE = {
+    "check": _Elsewhere("zeroshard.planner.check", "Train a model here and in plain PyTorch; compare."),
+    "explain": _Elsewhere("zeroshard.planner.explain", "Show the planned schedule as a time line."),
+}
+
+
+def _add_elsewhere(name: str, command: _Elsewhere) -> None:
+    def forward(context: typer.Context) -> int:
+        status: int = importlib.import_module(command.module).main(context.args)
+        return status
+
+    # The other wing parses its own options, `--help` included.
+    app.command(
+        name,
+        help=command.help,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )(forward)
+
+
+for _name, _command in ELSEWHERE.items():
+    _add_elsewhere(_name, _command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        status = app(words or ["--help"], prog_name="zeroshard", standalone_mode=False)
+    except ConfigError as error:
+        print(f"zeroshard: {error}", file=sys.stderr)
+        return 2
+    except ZeroShardError as error:
+        print(f"zeroshard: {error}", file=sys.stderr)
+        return 1
+    except typer.Abort:
+        return 130
+    except _CommandLineError as error:
+        print(f"zeroshard: {getattr(error, 'format_message', error.__str__)()}", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0

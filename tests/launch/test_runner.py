@@ -1,0 +1,171 @@
+"""`zeroshard run` with real ranks of tiny scripts that need neither torch nor the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zeroshard.launch.runner import describe_failure, exit_status
+
+LIMIT_SECONDS = 60
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture `zeroshard`
+
+REPORT = """
+import json, os, pathlib, sys
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"
+seen = {name: os.environ.get(name) for name in names} | {"args": sys.argv[1:]}
+pathlib.Path("rank" + os.environ["RANK"]).write_text(json.dumps(seen))
+"""
+
+# Rank 1 ends as told once all ranks are up; the others would sleep on.
+RANK_1_ENDS = """
+import os, pathlib, signal, sys, time
+rank = os.environ["RANK"]
+pathlib.Path("pid" + rank).write_text(str(os.getpid()))
+while len(list(pathlib.Path().glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+if rank == "1":
+    {ending}
+time.sleep(600)
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return "script.py"
+
+
+def reports(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?"))]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"not within {LIMIT_SECONDS} s: {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    # An orphan that nobody has waited for yet is dead all the same.
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def rank_pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("pid?"))]
+
+
+def test_ranks_get_their_place_and_the_script_its_words(zeroshard: Launch, tmp_path: Path) -> None:
+    words = ["--nproc", "7", "-m", "--", "--help", "plain word"]
+    result = zeroshard("run", "--nproc", "2", write(tmp_path, REPORT), *words)
+    assert result.returncode == 0, result.stderr
+    ranks = reports(tmp_path)
+    assert [(seen["RANK"], seen["LOCAL_RANK"], seen["WORLD_SIZE"]) for seen in ranks] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert all(seen["args"] == words for seen in ranks)
+    assert all(seen["MASTER_ADDR"] == "127.0.0.1" for seen in ranks)
+    threads = ranks[0]["OMP_NUM_THREADS"]
+    assert threads is not None
+    assert f"OMP_NUM_THREADS={threads} for each of 2 ranks" in result.stderr
+
+
+def test_module_default_size_and_the_users_threads(zeroshard: Launch, tmp_path: Path) -> None:
+    write(tmp_path, REPORT)
+    result = zeroshard("run", "--module", "script", "--x", OMP_NUM_THREADS="3", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    ranks = reports(tmp_path)
+    assert {seen["OMP_NUM_THREADS"] for seen in ranks} == {"3"}
+    assert "OMP_NUM_THREADS" not in result.stderr
+    if "no accelerator found" in result.stderr:
+        assert len(ranks) == 2
+    assert ranks[0]["args"] == ["--x"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "told"),
+    [
+        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_stops_the_others(
+    zeroshard: Launch, tmp_path: Path, ending: str, status: int, told: str
+) -> None:
+    result = zeroshard("run", "--nproc", "3", write(tmp_path, RANK_1_ENDS.format(ending=ending)))
+    assert result.returncode == status
+    pids = rank_pids(tmp_path)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"zeroshard: rank 1 (pid {pids[1]}) {told}")
+    assert last.endswith("; the others were stopped")
+    assert "Traceback" not in result.stderr
+    assert not any(is_running(pid) for pid in pids)
+
+
+STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); pathlib.Path('stubborn').touch()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sweep after a second Ctrl-C reads /proc")
+@pytest.mark.parametrize(("ending", "presses"), [("pass", 1), (STUBBORN, 2)], ids=["once", "twice"])
+def test_ctrl_c_leaves_no_process(
+    tmp_path: Path, clean_environment: dict[str, str], ending: str, presses: int
+) -> None:
+    script = write(tmp_path, RANK_1_ENDS.format(ending=ending))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", script],
+        cwd=tmp_path,
+        env=clean_environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(rank_pids(tmp_path)) == 2, "two ranks are up")
+        if presses == 2:
+            wait_until((tmp_path / "stubborn").exists, "rank 1 ignores Ctrl-C")
+        pids = rank_pids(tmp_path)
+        launcher.send_signal(signal.SIGINT)
+        if presses == 2:
+            wait_until(lambda: not is_running(pids[0]), "rank 0 has stopped")
+            launcher.send_signal(signal.SIGINT)
+        _, told = launcher.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert told.splitlines()[-1] == "zeroshard: stopped by SIGINT; all ranks have ended"
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "all ranks have ended")
+
+
+def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(pid=100 + timestamp, exitcode=exitcode, timestamp=timestamp)
+
+
+def test_the_killed_rank_is_the_cause_not_the_peer_that_lost_it() -> None:
+    failures = {0: failure(1, timestamp=5), 1: failure(-9, timestamp=6), 2: failure(-15, timestamp=4)}
+    assert exit_status(failures) == 128 + 9
+    assert describe_failure(failures) == (
+        "rank 1 (pid 106) was killed by SIGKILL (rank 0 ended with exit code 1 in the same moment), "
+        "which is what the system does when memory runs out; the others were stopped"
+    )
+
+
+def test_the_first_failure_is_the_cause() -> None:
+    failures = {0: failure(2, timestamp=5), 1: failure(3, timestamp=4)}
+    assert exit_status(failures) == 3
+    assert describe_failure(failures).startswith("rank 1 (pid 104) ended with exit code 3 (rank 0 ended with")
