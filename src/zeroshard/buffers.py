@@ -1,0 +1,218 @@
+"""The weights of one bucket: a flat buffer that is gathered, used and freed.
+
+Vocabulary: `full` is the whole bucket in the dtype the model computes in; `shard` is this rank's contiguous
+1/N of it; `master` is the shard the optimizer updates, which is `shard` itself unless the model computes in
+16 bit. Parameters keep their identity: `parameter.data` is a view of `full`.
+
+    resident bucket (stages 0-2, persistent)   full always there; shard is a slice of full
+    other bucket (stage 3)                     full has storage only between gather and free; shard is its own
+
+Freeing resizes the storage of `full` to nothing. Views that autograd saved (a Linear's `weight.t()`) share
+that storage, so they see the data again after the next gather, and no activation keeps weights alive.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Collectives, Work
+from zeroshard.errors import StateError
+from zeroshard.guard import ShardedParameter
+from zeroshard.layout import BucketLayout
+from zeroshard.streams import Lane
+
+__all__ = ["FlatBuffer", "Status", "Watcher"]
+
+
+class Status(enum.Enum):
+    """Of a bucket, and of each of its parameters; public under these names."""
+
+    NOT_AVAILABLE = "sharded"
+    INFLIGHT = "gather launched"
+    AVAILABLE = "gathered"
+
+
+TRANSITIONS = frozenset(
+    {
+        (Status.NOT_AVAILABLE, Status.INFLIGHT),  # gather
+        (Status.INFLIGHT, Status.AVAILABLE),  # wait
+        (Status.AVAILABLE, Status.NOT_AVAILABLE),  # free
+        (Status.AVAILABLE, Status.INFLIGHT),  # refresh of a resident bucket after the step
+    }
+)
+
+
+class Watcher(Protocol):
+    """Who is asked when a sharded parameter is touched: the executor."""
+
+    def touch(self, bucket: int, parameter: str, operation: str) -> None:
+        """Gather the bucket if that is possible here; raise ShardedAccessError otherwise."""
+
+    def touched(self, bucket: int, result: Any) -> None:
+        """The operation is done and gave `result`."""
+
+
+@dataclass
+class _Home:
+    """A parameter's place; see `guard.Home`."""
+
+    buffer: FlatBuffer
+    index: int
+    name: str
+    shape: torch.Size
+    shards: int
+
+    def need(self, operation: str) -> None:
+        self.buffer.need(self.name, operation)
+
+    def used(self, result: Any) -> None:
+        if self.buffer.watcher is not None and not self.buffer.layout.resident:
+            self.buffer.watcher.touched(self.buffer.layout.index, result)
+
+
+class FlatBuffer:
+    """The weights of one bucket and the parameters that live in it."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        *,
+        full: Tensor,
+        shard: Tensor,
+        master: Tensor | None,
+        group: Collectives,
+        lane: Lane,
+    ) -> None:
+        """Take `parameters` over. `full` (padded elements) and `shard` hold their values already."""
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.full, self.shard, self.master = full, shard, master
+        self.watcher: Watcher | None = None
+        self._group, self._lane = group, lane
+        self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]
+        self._nbytes = full.untyped_storage().nbytes()
+        self._views = [full[slot.offset : slot.end].view(slot.spec.shape) for slot in layout.slots]
+        self._empty = torch.empty(0, dtype=full.dtype, device=full.device)
+        self._classes = [type(parameter) for parameter in parameters]
+        self._status = Status.AVAILABLE
+        self._work: Work | None = None
+        for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
+            parameter.data = self._views[index]
+            parameter._zeroshard = _Home(  # type: ignore[attr-defined]
+                self, index, slot.name, torch.Size(slot.spec.shape), layout.shards
+            )
+        if not layout.resident:
+            self.free()
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    @property
+    def is_live(self) -> bool:
+        """`full` has memory: gathered, or on its way."""
+        return self._status is not Status.NOT_AVAILABLE
+
+    def gather(self) -> None:
+        """Launch the all-gather of `full`; `wait` makes it usable. Nothing to do when it is live already."""
+        if self.is_live:
+            return
+        with self._lane.entered():
+            self.full.untyped_storage().resize_(self._nbytes)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+                self._own.copy_(self.shard)
+                self._work = self._group.all_gather(self.full, self._own)
+        self._move(Status.INFLIGHT)
+
+    def wait(self) -> None:
+        """The gathered weights may be used from here on. Nothing to do unless a gather is in flight."""
+        if self._status is not Status.INFLIGHT:
+            return
+        assert self._work is not None
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+            self._work.wait()
+        self._work = None
+        self._move(Status.AVAILABLE)
+        swap_data = not self.layout.resident
+        for parameter, cls, view in zip(self.parameters, self._classes, self._views, strict=True):
+            parameter.__class__ = cls
+            if swap_data:
+                parameter.data = view
+
+    def free(self) -> None:
+        """Give the memory of `full` back, after the compute queued so far has read it."""
+        self.wait()
+        if not self.is_live:
+            return
+        self._move(Status.NOT_AVAILABLE)
+        for parameter in self.parameters:
+            parameter.data = self._empty
+            parameter.__class__ = ShardedParameter
+        self._lane.wait_for_compute()
+        with self._lane.entered():
+            self.full.untyped_storage().resize_(0)
+
+    def refresh(self) -> None:
+        """The optimizer changed `master`: bring `shard` up to date, and launch the gather of a resident bucket.
+
+        Until the next use waits for it, a resident bucket's parameters are guarded: touching one waits.
+        """
+        if self.is_live and not self.layout.resident:
+            raise StateError(
+                f"bucket {self.layout.name!r} is still gathered while the optimizer updates it; a step inside "
+                f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
+            )
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+            if self.master is not None and self.master is not self.shard:
+                self.shard.copy_(self.master)
+            self._lane.wait_for_compute()
+            if not self.layout.resident or self.layout.shards == 1:
+                return
+            with self._lane.entered():
+                self._work = self._group.all_gather(self.full, self._own)
+        self._move(Status.INFLIGHT)
+        for parameter in self.parameters:
+            parameter.__class__ = ShardedParameter
+
+    def write_back(self) -> None:
+        """`full` was edited: make this rank's part of it the new shard and master."""
+        with torch.no_grad():
+            if self.shard.data_ptr() != self._own.data_ptr():
+                self.shard.copy_(self._own)
+            if self.master is not None and self.master is not self.shard:
+                self.master.copy_(self._own)
+
+    def need(self, parameter: str, operation: str) -> None:
+        """A guarded parameter is touched."""
+        if self._status is Status.NOT_AVAILABLE or not self.layout.resident:
+            assert self.watcher is not None
+            self.watcher.touch(self.layout.index, parameter, operation)
+        self.wait()
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of `full`: it must not be freed under it."""
+        return tensor.device == self.full.device and (
+            tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+        )
+
+    def release(self) -> None:
+        """Hand the parameters back with their full weights, as tensors of their own."""
+        self.gather()
+        self.wait()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view.clone()
+            del parameter._zeroshard  # type: ignore[attr-defined]
+
+    def _move(self, to: Status) -> None:
+        if (self._status, to) not in TRANSITIONS:
+            raise StateError(
+                f"bucket {self.layout.index} ({self.layout.name}) cannot go from {self._status.name} to {to.name}"
+            )
+        self._status = to

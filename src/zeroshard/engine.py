@@ -1,0 +1,401 @@
+"""The engine: a model that trains with its states sharded.
+
+    engine(batch); engine.backward(loss); engine.step()             the managed loop
+    loss.backward(); optimizer.step(); optimizer.zero_grad()        the plain loop, at every stage
+
+Both end in the optimizer's own `step`: before it, reductions are finished, the norm is taken and gradients
+are clipped; after it, the model's copy of the weights is refreshed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.buffers import FlatBuffer, Status
+from zeroshard.config import BatchPlan, Config
+from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
+from zeroshard.executor import Executor
+from zeroshard.gradients import GradientBuffer
+from zeroshard.guard import home_of
+from zeroshard.layout import Layout
+from zeroshard.materialize import Groups
+from zeroshard.memory import MemoryBill, predict_memory
+from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
+from zeroshard.policy import Policy
+from zeroshard.trace import Action, Kind, digest
+
+__all__ = ["Engine", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the latest optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm of the averaged gradients, before clipping."""
+    clip_coefficient: float
+    """What gradients were multiplied by; 1.0 when they were not clipped."""
+
+
+class Engine(nn.Module):
+    """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
+
+    Attribute access that the engine does not know falls through to the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: Config,
+        batch: BatchPlan,
+        policy: Policy,
+        layout: Layout,
+        groups: Groups,
+        buffers: Sequence[FlatBuffer],
+        gradients: Sequence[GradientBuffer | None],
+        executor: Executor,
+        handles: list[RemovableHandle],
+        optimizer: Optimizer | None,
+        scheduler: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config, self.policy, self.layout, self.device = config, policy, layout, device
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.training_dataloader: Any = None
+        self.global_steps = 0
+        """Optimizer steps taken."""
+        self.micro_steps = 0
+        """Calls of `step`, boundary or not."""
+        self.last_step: StepResult | None = None
+        self._batch = batch
+        self._groups, self._buffers, self._gradients = groups, buffers, gradients
+        self._executor, self._handles = executor, handles
+        self._boundary: bool | None = None
+        self._managed_backward = False
+        self._backwards = 0
+        self._sync = True
+        self._closed = False
+        self._gradient_bytes = 0
+        executor.on_backward = self._begin_backward
+        if optimizer is not None:
+            handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+
+    # ---- the loop -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating-point inputs are cast to the compute dtype under bf16."""
+        self._check_open("forward")
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of a scalar loss, divided by the accumulation steps unless `scale_wrt_gas` is false.
+
+        Returns the loss that was differentiated. Gradients of the window add up to the mean over its
+        micro-batches and over all ranks.
+        """
+        self._check_open("backward")
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise StateError(
+                f"backward wants a loss of one element that requires grad, got shape {tuple(loss.shape)} with "
+                f"requires_grad={loss.requires_grad}. For other outputs call `tensor.backward(gradient)`."
+            )
+        if scale_wrt_gas and self._batch.accumulation_steps > 1:
+            loss = loss / self._batch.accumulation_steps
+        self._managed_backward = True
+        try:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._managed_backward = False
+        return loss.detach()
+
+    def step(self) -> StepResult | None:
+        """End of a micro-batch. At the boundary: update the weights, drop gradients, tick the scheduler.
+
+        Returns what the update did, None when this was not the boundary.
+        """
+        self._check_open("step")
+        if self.optimizer is None:
+            raise StateError("step() needs an optimizer; give one to `initialize`, in the call or the config")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return None
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return self.last_step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the window, reduced or not."""
+        self._executor.reduces.clear()
+        self._backwards = 0
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate locally; the next one outside, or the step, reduces the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The next `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._batch.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by hand whether the next `step()` updates; overrides counting until it is called again."""
+        self._boundary = is_boundary
+
+    def _begin_backward(self) -> None:
+        """Stages 0 and 1 reduce when a step is due after this backward; 2 and 3 every time."""
+        self._backwards += 1
+        if self._managed_backward or self._boundary is not None:
+            due = self.is_gradient_accumulation_boundary()
+        else:
+            due = self._backwards % self._batch.accumulation_steps == 0
+        self._executor.reduces.enabled = self._sync and (self.policy.reduce_every_backward or due)
+
+    # ---- around the optimizer -----------------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_open("optimizer.step")
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise StateError("optimizer.step(closure) is not supported: gradients are reduced before the step")
+        self._executor.end_step()
+        self._executor.reduces.flush()
+        self._gradient_bytes = max(self._gradient_bytes, sum(g.nbytes() for g in self._trained()))
+        norm = self._agree()
+        coefficient = self._clip(norm)
+        self.last_step = StepResult(norm, coefficient)
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._executor.reduces.clear()
+        self._backwards = 0
+        for buffer in self._buffers:
+            if buffer.layout.trainable:
+                buffer.refresh()
+        self.global_steps += 1
+
+    def _agree(self) -> float:
+        """One small sum over all ranks: the norm, which parameters have a gradient anywhere, and whether
+        ranks ran the same gathers. Returns the global gradient norm."""
+        gathers = self._executor.gather_digest
+        order = self._executor.reduces.agreed_order()
+        order_digest = digest([Action(Kind.REDUCE, bucket) for bucket in order])
+        flags = [float(i in g.had) for g in self._trained() for i in range(len(g.layout.slots))]
+        head = [0.0, gathers, gathers**2, order_digest, order_digest**2]
+        vector = torch.tensor([*head, *flags], dtype=torch.float64, device=self.device)
+        for gradient in self._trained():
+            if gradient.shard is not None:
+                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=torch.float32).double() ** 2
+        sums = self._groups.reduce.sum_to_host(vector)
+        if self._groups.replicate.size > 1:
+            vector = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            sums = self._groups.replicate.sum_to_host(vector)
+        self._check_same_gathers(sums[1], sums[2])
+        if self._all_equal(sums[3], sums[4]):
+            self._executor.reduces.order = order
+        self._adopt_flags(sums[len(head) :])
+        # Every replica added the norm of the same gradients.
+        return float((sums[0] / self._groups.replicate.size) ** 0.5)
+
+    def _all_equal(self, total: float, total_of_squares: float) -> bool:
+        """All ranks gave the same number: exactly when W * sum(x^2) = (sum x)^2. Exact for 16-bit numbers."""
+        return self.policy.world * total_of_squares == total * total
+
+    def _check_same_gathers(self, total: float, total_of_squares: float) -> None:
+        if self._all_equal(total, total_of_squares):
+            return
+        raise ScheduleError(
+            f"ranks gathered different parameters since the last step (this is rank "
+            f"{self._groups.gather.rank}): they did not run the same modules in the same order, so weights may "
+            f"have been mixed up. Make control flow the same on all ranks, or name the part that differs as "
+            f"one unit with zero_optimization.leaf_module."
+        )
+
+    def _adopt_flags(self, flags: Sequence[float]) -> None:
+        """A parameter with a gradient on any rank has one on all; with none anywhere it is left alone."""
+        position = 0
+        for gradient in self._trained():
+            count = len(gradient.layout.slots)
+            gradient.had = {i for i in range(count) if flags[position + i] > 0}
+            position += count
+
+    def _clip(self, norm: float) -> float:
+        limit = self.config.gradient_clipping
+        coefficient = min(limit / (norm + 1e-6), 1.0) if limit > 0 else 1.0
+        if coefficient != 1.0:
+            for gradient in self._trained():
+                total = gradient.promote()
+                if total is not None:
+                    total.mul_(coefficient)
+        return coefficient
+
+    def _trained(self) -> Iterator[GradientBuffer]:
+        return (gradient for gradient in self._gradients if gradient is not None)
+
+    # ---- access -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(
+        self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Full weights of `params` (a module, a parameter, several; default all) inside the block.
+
+        All ranks enter and leave together. Edits are kept when `modifier_rank` says whose count; without it
+        an edit raises on leaving, since ranks could have edited differently.
+        """
+        self._check_open("gathered")
+        buckets = self._buckets_of(params)
+        with self._executor.holding(buckets):
+            versions = self._versions(buckets)
+            yield
+            edited = self._versions(buckets) != versions
+            if edited and modifier_rank is None:
+                raise ShardedAccessError(
+                    "weights were edited inside engine.gathered() without modifier_rank. Cure: "
+                    "`engine.gathered(params, modifier_rank=0)` keeps rank 0's edit on all ranks. If you did "
+                    "not mean to edit, look for an in-place operation on a parameter."
+                )
+            if modifier_rank is not None:
+                self._keep_edits(buckets, modifier_rank)
+
+    def _versions(self, buckets: Iterable[int]) -> list[int]:
+        return [parameter._version for index in buckets for parameter in self._buffers[index].parameters]
+
+    def _keep_edits(self, buckets: Iterable[int], source: int) -> None:
+        replica, rank = divmod(source, self._groups.gather.size)
+        for index in buckets:
+            buffer = self._buffers[index]
+            self._groups.gather.broadcast(buffer.full, rank)
+            self._groups.replicate.broadcast(buffer.full, replica)
+            buffer.write_back()
+
+    def _buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
+        if params is None:
+            return list(range(len(self._buffers)))
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Tensor):
+            params = [params]
+        found: dict[int, None] = {}
+        for parameter in params:
+            home = home_of(parameter)
+            if home is None or home.buffer not in self._buffers:
+                raise ShardedAccessError(
+                    f"engine.gathered() got a tensor of shape {tuple(parameter.shape)} that is not one of this "
+                    f"engine's parameters"
+                )
+            found[home.buffer.layout.index] = None
+        return sorted(found)
+
+    def status(self, parameter: nn.Parameter) -> Status:
+        """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
+        status = self._buffers[self._buckets_of(parameter)[0]].status
+        return status
+
+    # ---- what happens -------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Any:
+        """The schedule of the latest path: prints as `0GATHER 0WAIT 0F ...`. None before the first step."""
+        self._executor.end_path()
+        schedules = self._executor.schedules
+        return schedules[-1] if schedules else None
+
+    @property
+    def executor(self) -> Executor:
+        """The running half, for observers (`on_action`) and measurements."""
+        return self._executor
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm of the latest step's averaged gradients, before clipping."""
+        return None if self.last_step is None else self.last_step.grad_norm
+
+    def predicted_memory(self) -> MemoryBill:
+        """This rank's bill from the layout; the gathered peak from the schedules known so far."""
+        name = "" if self.optimizer is None else type(self.optimizer).__name__
+        return predict_memory(
+            self.layout,
+            self.policy,
+            state_elements=STATE_ELEMENTS.get(name),
+            accumulates=self.policy.accumulate_dtype is not None,
+            gathered_peak=self._executor.predicted_peak() or None,
+        )
+
+    def measured_memory(self) -> MemoryBill:
+        """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
+        parameters = master = 0
+        for buffer in self._buffers:
+            tensor = buffer.full if buffer.layout.resident else buffer.shard
+            parameters += tensor.numel() * tensor.element_size()
+            if buffer.master is not None and buffer.master is not buffer.shard:
+                master += buffer.master.numel() * buffer.master.element_size()
+        return MemoryBill(
+            parameters=parameters,
+            gradients=self._gradient_bytes,
+            master=master,
+            optimizer_state=0 if self.optimizer is None else state_bytes(self.optimizer),
+            gathered_peak=self._executor.peak_gathered,
+        )
+
+    def train_batch_size(self) -> int | None:
+        """Samples per optimizer step over all ranks; None when neither config nor loader says."""
+        return self._batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per rank and forward."""
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._batch.accumulation_steps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    # ---- life cycle ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove all hooks and free all states; the module keeps its full weights. All ranks call it.
+
+        The optimizer handed to `initialize` is of no further use. Idempotent.
+        """
+        if self._closed:
+            return
+        self._executor.end_step()
+        self._executor.reduces.clear()
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers, self._gradients = (), ()
+        self._groups.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise StateError(f"{what} after engine.close(); make a new engine with `initialize`")

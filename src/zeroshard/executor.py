@@ -1,0 +1,405 @@
+"""The one small loop that runs a step: hooks report points, the executor does what the plan says there.
+
+`at(point)` is everything. With a plan that expects this point, the plan's actions around it are run; without
+one, or after the step has left the plan, the demand rules are: gather and wait at the start of a use, free at
+its end. Both go through the same table of actions, so unplanned is only slower.
+
+A plan is made from the trace of a finished path. It is a hint, never a promise: when a point differs, the
+executor looks for another known path that agrees with everything so far, and else goes on by demand; the new
+path is planned for its next visit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.buffers import FlatBuffer
+from zeroshard.gradients import GradientBuffer, ReduceQueue
+from zeroshard.guard import refuse_access
+from zeroshard.layout import Layout
+from zeroshard.policy import Policy
+from zeroshard.schedule import Schedule, Step, compile_schedule, live_elements
+from zeroshard.trace import Action, Kind, digest
+
+__all__ = ["Executor", "Plan"]
+
+log = logging.getLogger("zeroshard")
+
+MAX_PATHS = 32
+"""Planned paths kept; the least recently used goes first."""
+
+PathKey = tuple[bool, tuple[Action, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule cut into the steps the executor runs."""
+
+    schedule: Schedule
+    points: tuple[Action, ...]
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Plan:
+        return cls(schedule, schedule.points, schedule.steps())
+
+
+@dataclass
+class _Use:
+    """Who needs a bucket now: it is freed only when nobody does."""
+
+    forwards: int = 0
+    """Forwards between F and f."""
+    backwards: set[int] = field(default_factory=set)
+    """Autograd graph tasks between B and b."""
+    pinned: bool = False
+    """A view of the weights went where no point can follow it: kept until the step."""
+    claims: int = 0
+    """Open `holding` blocks."""
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.forwards or self.backwards or self.pinned or self.claims)
+
+
+class Executor:
+    """Runs one engine's steps. Knows buckets and points, not modules."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        policy: Policy,
+        buffers: Sequence[FlatBuffer],
+        gradients: Sequence[GradientBuffer | None],
+    ) -> None:
+        self.layout, self.policy = layout, policy
+        self.reduces = ReduceQueue(gradients, layout.reduce_order)
+        self.on_action: Callable[[Action], None] | None = None
+        """Called with every point and action as it runs: how tests and measurements look on."""
+        self.on_backward: Callable[[], None] | None = None
+        """Called when a backward starts, before its first point."""
+        self.peak_gathered = 0
+        """Bytes of non-resident `full` buffers alive at once, the most so far."""
+        self.divergences = 0
+        """Steps that left every known path."""
+        self.gather_digest = 0
+        """Of all gathers launched; equal on all ranks unless they ran different modules."""
+        self._buffers, self._gradients = buffers, gradients
+        self._run = {
+            Kind.GATHER: self._gather,
+            Kind.WAIT: self._wait,
+            Kind.FREE: self._free,
+            Kind.REDUCE: self.reduces.ready,
+        }
+        self._uses = [_Use() for _ in buffers]
+        self._live_bytes = 0
+        self._depth = 0
+        self._frames: list[list[int]] = []
+        self._tasks: list[int] = []
+        self._trace: list[Action] = []
+        self._records_grad = True
+        self._plans: OrderedDict[PathKey, Plan] = OrderedDict()
+        self._latest: dict[bool, Plan] = {}
+        self._plan: Plan | None = None
+        self._path_open = False
+        for buffer in buffers:
+            buffer.watcher = self
+
+    # ---- points -------------------------------------------------------------------------------------
+
+    def at(self, kind: Kind, bucket: int) -> None:
+        """A hook reports a point."""
+        point = Action(kind, bucket)
+        self._count(point)
+        plan = self._follow(point)
+        self._trace.append(point)
+        if plan is None:
+            self._demand(point)
+            return
+        step = plan.steps[len(self._trace) - 1]
+        for action in step.before:
+            self.perform(action)
+        self._report(point)
+        for action in step.after:
+            self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        """Run one action."""
+        self._report(action)
+        self._run[action.kind](action.bucket)
+
+    def _report(self, action: Action) -> None:
+        if self.on_action is not None:
+            self.on_action(action)
+
+    def _count(self, point: Action) -> None:
+        use = self._uses[point.bucket]
+        if point.kind is Kind.FORWARD:
+            use.forwards += 1
+        elif point.kind is Kind.END_FORWARD:
+            use.forwards = max(use.forwards - 1, 0)
+        elif point.kind is Kind.BACKWARD:
+            use.backwards.add(_graph_task())
+        else:
+            # Only what this graph task opened: a nested one (reentrant checkpointing) may complete the
+            # gradients while nodes of the outer one still wait to read the weights.
+            use.backwards.discard(_graph_task())
+
+    def _follow(self, point: Action) -> Plan | None:
+        """The plan, if it (or another known path with the same beginning) expects this point next."""
+        plan, position = self._plan, len(self._trace)
+        if plan is None:
+            return None
+        if position < len(plan.points) and plan.points[position] == point:
+            return plan
+        seen = (*self._trace, point)
+        known = reversed(self._plans.items())
+        self._plan = next(
+            (other for (key, points), other in known if key == self._records_grad and points[: len(seen)] == seen),
+            None,
+        )
+        self._drop_unclaimed()
+        if self._plan is None:
+            self.divergences += 1
+        return self._plan
+
+    def _demand(self, point: Action) -> None:
+        """The rules without a plan: the same actions, no lookahead."""
+        kind, bucket = point
+        resident = self.layout.buckets[bucket].resident
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            if not resident:
+                self.perform(Action(Kind.GATHER, bucket))
+            self.perform(Action(Kind.WAIT, bucket))
+            self._report(point)
+            return
+        self._report(point)
+        if kind is Kind.END_BACKWARD and self.layout.buckets[bucket].trainable:
+            self.perform(Action(Kind.REDUCE, bucket))
+        if not resident and not self._uses[bucket].is_open:
+            self.perform(Action(Kind.FREE, bucket))
+
+    # ---- actions ------------------------------------------------------------------------------------
+
+    def _gather(self, bucket: int) -> None:
+        buffer = self._buffers[bucket]
+        if buffer.is_live:
+            return
+        self.gather_digest = digest([Action(Kind.GATHER, bucket)], self.gather_digest)
+        buffer.gather()
+        self._live_bytes += buffer.layout.nbytes
+        self.peak_gathered = max(self.peak_gathered, self._live_bytes)
+
+    def _wait(self, bucket: int) -> None:
+        # A plan waits for what it gathered; after a change of path the gather may be missing.
+        if not self.layout.buckets[bucket].resident:
+            self._gather(bucket)
+        self._buffers[bucket].wait()
+
+    def _free(self, bucket: int) -> None:
+        buffer = self._buffers[bucket]
+        if buffer.layout.resident or not buffer.is_live or self._uses[bucket].is_open:
+            return
+        buffer.free()
+        self._live_bytes -= buffer.layout.nbytes
+
+    # ---- forward ------------------------------------------------------------------------------------
+
+    def enter(self, buckets: Sequence[int]) -> None:
+        """A unit's forward starts. The outermost one, outside backward, starts a path."""
+        if not self._depth and not self._in_backward:
+            self._begin_path()
+        self._depth += 1
+        self._frames.append([])
+        for bucket in buckets:
+            self.at(Kind.FORWARD, bucket)
+
+    def leave(self, buckets: Sequence[int], outputs: Sequence[Tensor], may_save: bool) -> None:
+        """A unit's forward ended, also by an exception.
+
+        `may_save`: autograd may have saved weights inside. If then no output can announce the backward, or
+        an output is a view of the weights, the buckets are pinned rather than freed under a saved view.
+        """
+        touched = self._frames.pop() if self._frames else []
+        used = (*buckets, *touched)
+        announced = self.watch(outputs, buckets)
+        for bucket in used:
+            if not self.layout.buckets[bucket].resident:
+                buffer = self._buffers[bucket]
+                if (may_save and not announced) or any(map(buffer.shares_memory, outputs)):
+                    self._uses[bucket].pinned = True
+            self.at(Kind.END_FORWARD, bucket)
+        self._depth = max(self._depth - 1, 0)
+
+    def touch(self, bucket: int, parameter: str, operation: str) -> None:
+        """A sharded parameter is used by code that no unit announces (see `guard`)."""
+        layout = self.layout.buckets[bucket]
+        if not self._depth and not self._in_backward:
+            shape = layout.slots[self.layout.slot_of[parameter][1]].spec.shape
+            raise refuse_access(parameter, shape, layout.shards, operation)
+        self.at(Kind.FORWARD, bucket)
+        if self._frames:
+            self._frames[-1].append(bucket)
+        else:
+            self._uses[bucket].pinned = True
+            self.at(Kind.END_FORWARD, bucket)
+
+    def touched(self, bucket: int, result: Any) -> None:
+        """Watch the backward of what was made from a touched parameter."""
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(map(self._buffers[bucket].shares_memory, tensors)):
+            self._uses[bucket].pinned = True
+        self.watch(tensors, (bucket,))
+
+    def watch(self, tensors: Sequence[Tensor], buckets: Sequence[int]) -> bool:
+        """Report B for `buckets` when the first gradient of `tensors` comes; False if none will."""
+        watched = [tensor for tensor in tensors if tensor.requires_grad]
+        if not buckets:
+            return bool(watched)
+        latest = -1
+
+        def before_backward(_: Tensor) -> None:
+            nonlocal latest
+            task = _graph_task()
+            if task != latest:
+                latest = task
+                self._enter_backward()
+                for bucket in buckets:
+                    self.at(Kind.BACKWARD, bucket)
+
+        for tensor in watched:
+            tensor.register_hook(before_backward)
+        return bool(watched)
+
+    # ---- backward -----------------------------------------------------------------------------------
+
+    @property
+    def _in_backward(self) -> bool:
+        return _graph_task() != -1
+
+    def _enter_backward(self) -> None:
+        """The first report of a graph task: its end is watched from here on."""
+        task = _graph_task()
+        if task in self._tasks:
+            return
+        if not self._tasks:
+            if self.on_backward is not None:
+                self.on_backward()
+            self.reduces.begin()
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+            lambda: self._end_task(task)
+        )
+
+    def arrive(self, bucket: int, index: int, gradient: Tensor) -> None:
+        """A parameter's gradient is there. It may come several times in one backward (reentrant checkpoints)."""
+        self._enter_backward()
+        buffer = self._gradients[bucket]
+        assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
+        buffer.collect(index, gradient)
+        if len(buffer.arrived) == len(buffer.layout.slots):
+            buffer.arrived = set()
+            self.at(Kind.END_BACKWARD, bucket)
+
+    def inputs_done(self, buckets: Sequence[int]) -> None:
+        """All gradients of a unit's inputs are made: its frozen buckets are not read any more."""
+        self._enter_backward()
+        for bucket in buckets:
+            self.at(Kind.END_BACKWARD, bucket)
+
+    def _end_task(self, task: int) -> None:
+        self._tasks.remove(task)
+        for use in self._uses:
+            use.backwards.discard(task)
+        if not self._tasks:
+            self.reduces.end()
+            self._drop_unclaimed()
+
+    # ---- paths --------------------------------------------------------------------------------------
+
+    def _begin_path(self) -> None:
+        self.end_path()
+        self._path_open = True
+        self._records_grad = torch.is_grad_enabled()
+        self._plan = self._latest.get(self._records_grad)
+
+    def end_path(self) -> None:
+        """The path is over: plan it if it is new, and leave nothing gathered that nobody needs."""
+        if not self._path_open:
+            return
+        self._path_open = False
+        trace, self._trace = tuple(self._trace), []
+        # What is still open belongs to a forward or backward that raised and never reported its end.
+        self._tasks, self._frames, self._depth = [], [], 0
+        for use in self._uses:
+            use.forwards, use.backwards = 0, set()
+        self._drop_unclaimed()
+        if trace:
+            self._latest[self._records_grad] = self._plan_for(trace)
+
+    def end_step(self) -> None:
+        """The optimizer is about to change the weights: nothing made from the old ones is kept."""
+        self.end_path()
+        for use in self._uses:
+            use.pinned = False
+        self._drop_unclaimed()
+
+    def _plan_for(self, trace: tuple[Action, ...]) -> Plan:
+        identity = (self._records_grad, trace)
+        plan = self._plans.get(identity)
+        if plan is None:
+            if self._plans:
+                log.debug("new path of %d points: it is planned from its next visit on", len(trace))
+            plan = Plan.of(compile_schedule(trace, self.layout, self.policy))
+            self._plans[identity] = plan
+            if len(self._plans) > MAX_PATHS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(identity)
+        return plan
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """The schedules of the known paths, latest last."""
+        return [plan.schedule for plan in self._plans.values()]
+
+    def predicted_peak(self) -> int:
+        """Bytes gathered at once that the known schedules allow at most."""
+        nbytes = {bucket.index: bucket.nbytes for bucket in self.layout.buckets}
+        peaks = (max(live_elements(plan.schedule.actions, nbytes), default=0) for plan in self._plans.values())
+        return max(peaks, default=0)
+
+    def _drop_unclaimed(self) -> None:
+        for bucket, use in enumerate(self._uses):
+            if not use.is_open:
+                self._free(bucket)
+
+    # ---- access from outside ------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, buckets: Sequence[int]) -> Iterator[None]:
+        """Gather `buckets` and keep them until the block ends. All ranks enter and leave."""
+        for bucket in buckets:
+            self._uses[bucket].claims += 1
+            self.perform(Action(Kind.GATHER, bucket))
+        try:
+            for bucket in buckets:
+                self.perform(Action(Kind.WAIT, bucket))
+            yield
+        finally:
+            for bucket in buckets:
+                self._uses[bucket].claims -= 1
+                self.perform(Action(Kind.FREE, bucket))
+
+
+def _graph_task() -> int:
+    """The running backward on this thread, -1 outside one."""
+    return int(torch._C._current_graph_task_id())

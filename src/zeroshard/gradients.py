@@ -1,0 +1,346 @@
+"""The gradients of one bucket: collected flat, reduced, accumulated, and shown to the optimizer.
+
+    collect     a parameter's gradient arrives in backward and is copied once into `local` (the full bucket)
+    reduce      `local` is reduce-scattered (all-reduced among replicas) into this rank's part
+    accumulate  the reduced part is kept, or added to what earlier backwards of the window left
+    show        the optimizer's slices read it through their `.grad`
+
+The first gradient of a window is kept in the dtype it came in; a second one promotes the sum to fp32 (or
+`accumulate_dtype`), so small 16-bit terms are not lost and a run without accumulation pays nothing.
+A parameter without a gradient in the window has none here either: no stale values, no update, no decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Collectives, Work
+from zeroshard.layout import BucketLayout, Piece
+
+__all__ = ["GradientBuffer", "ReduceQueue", "ShardSlice", "slices_of"]
+
+MAX_REDUCES = 2
+"""Reductions in flight; the oldest is waited for before a third is launched, which bounds their memory."""
+
+
+class GradientBuffer:
+    """Gradients of a trainable bucket."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard_group: Collectives,
+        replicate_group: Collectives,
+        keep_local: bool,
+        reduce_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype | None,
+    ) -> None:
+        """`dtype` is the parameters'. `keep_local`: the full gradient stays allocated (stages 0 and 1)."""
+        self.layout = layout
+        self.arrived: set[int] = set()
+        """Slots whose gradient came in the running backward."""
+        self.had: set[int] = set()
+        """Slots that got a gradient on this rank since the last step."""
+        self.shard: Tensor | None = None
+        """The reduced and accumulated gradient of this rank's part; None when there is none."""
+        self._dtype, self._device = dtype, device
+        self._shard_group, self._replicate_group = shard_group, replicate_group
+        self._keep_local = keep_local
+        self._reduce_dtype = reduce_dtype or dtype
+        self._accumulate_dtype = accumulate_dtype
+        self._sum_dtype = accumulate_dtype or (torch.float32 if dtype.itemsize < 4 else dtype)
+        low = shard_group.rank * layout.shard_numel
+        self._own = slice(low, low + layout.shard_numel)
+        self._pieces = layout.pieces(shard_group.rank)
+        self._local: Tensor | None = None
+        self._written: set[int] = set()
+        self._work: tuple[Work, Tensor, Tensor] | None = None
+        if keep_local:
+            self._local = self._allocate(accumulate_dtype or dtype)
+
+    @property
+    def has_local(self) -> bool:
+        """Gradients are waiting to be reduced."""
+        return bool(self._written)
+
+    @property
+    def is_reducing(self) -> bool:
+        return self._work is not None
+
+    def collect(self, index: int, gradient: Tensor) -> None:
+        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added."""
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        slot = self.layout.slots[index]
+        with torch.no_grad():
+            local = self._writable_local()
+            if index in self._written:
+                local = self._promoted(local)
+                local[slot.offset : slot.end].view(slot.spec.shape).add_(gradient)
+            else:
+                local[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
+                self._written.add(index)
+        self.arrived.add(index)
+        self.had.add(index)
+
+    def launch_reduce(self) -> None:
+        """Start the reduction of what was collected, zeros for slots that got nothing.
+
+        Every rank of the group must call it, in the same order of buckets, with or without gradients.
+        """
+        self.finish_reduce()
+        with torch.no_grad():
+            local = self._writable_local()
+            for index, slot in enumerate(self.layout.slots):
+                if index not in self._written:
+                    local[slot.offset : slot.end].zero_()
+            if local.dtype is not self._reduce_dtype:
+                local = local.to(self._reduce_dtype)
+            keep_in_place = self._keep_local and self.shard is None and local is self._local
+            part = local[self._own]
+            if self.layout.shards > 1 and not keep_in_place:
+                part = torch.empty(self.layout.shard_numel, dtype=local.dtype, device=self._device)
+            if self.layout.shards > 1:
+                work = self._shard_group.reduce_scatter(part, local, average=True)
+            else:
+                work = self._replicate_group.all_reduce(part, average=True)
+        self._work = (work, part, local)
+        self._written = set()
+        if not self._keep_local:
+            self._local = None
+
+    def finish_reduce(self) -> None:
+        """Wait for the running reduction, if any, and accumulate its result."""
+        if self._work is None:
+            return
+        work, part, _ = self._work
+        self._work = None
+        with torch.no_grad():
+            work.wait()
+            if self.layout.shards > 1 and self._replicate_group.size > 1:
+                self._replicate_group.all_reduce(part, average=True).wait()
+            if self.shard is None:
+                self.shard = part
+            else:
+                self.shard = self.shard.to(self._sum_dtype).add_(part)
+
+    def promote(self) -> Tensor | None:
+        """The accumulated gradient in the optimizer's dtype (fp32 for 16-bit parameters)."""
+        if self.shard is not None and self.shard.dtype is not self._optimizer_dtype:
+            self.shard = self.shard.to(self._optimizer_dtype)
+        return self.shard
+
+    def piece(self, index: int) -> Tensor | None:
+        """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none."""
+        if index not in self.had:
+            return None
+        total = self.promote()
+        if total is None:
+            return None
+        piece = self._pieces[index]
+        return total[piece.at : piece.at + piece.numel]
+
+    def discard(self, index: int) -> None:
+        """Slot `index`'s gradient is dropped (`zero_grad`)."""
+        self.had.discard(index)
+        self._written.discard(index)
+        piece = self._pieces[index]
+        if self.shard is not None and piece.numel:
+            self.shard[piece.at : piece.at + piece.numel].zero_()
+        if not self.had:
+            self.shard = None
+
+    def clear(self) -> None:
+        """Drop everything: the window is over."""
+        self.finish_reduce()
+        self.shard = None
+        self.had = set()
+        self.arrived = set()
+        self._written = set()
+        if not self._keep_local:
+            self._local = None
+
+    def nbytes(self) -> int:
+        """Bytes held now; `shard` counts unless it is a part of the full gradient."""
+        held = [tensor for tensor in (self._local, self.shard) if tensor is not None]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
+    @property
+    def _optimizer_dtype(self) -> torch.dtype:
+        return torch.float32 if self._dtype.itemsize < 4 else self._dtype
+
+    def _allocate(self, dtype: torch.dtype) -> Tensor:
+        group = self._shard_group if self.layout.shards > 1 else self._replicate_group
+        local = group.empty(self.layout.padded, dtype=dtype, device=self._device)
+        for start, stop in self.layout.gaps():
+            local[start:stop].zero_()
+        return local
+
+    def _writable_local(self) -> Tensor:
+        """The full gradient, ready to take the next backward's."""
+        self.finish_reduce()
+        if self._local is None:
+            self._local = self._allocate(self._accumulate_dtype or self._dtype)
+        elif self.shard is not None and not self._written and self._aliases_local(self.shard):
+            # Reduced in place by an earlier backward of this window, and about to be overwritten.
+            self.shard = self.shard.clone()
+        return self._local
+
+    def _aliases_local(self, tensor: Tensor) -> bool:
+        assert self._local is not None
+        return tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata
+
+    def _promoted(self, local: Tensor) -> Tensor:
+        """`local` in the dtype sums are made in; it keeps that dtype for the steps to come."""
+        if local.dtype is not self._sum_dtype:
+            self._accumulate_dtype = self._sum_dtype
+            wide = self._allocate(self._sum_dtype)
+            wide.copy_(local)
+            self._local = local = wide
+        return local
+
+
+class ReduceQueue:
+    """Launches reductions in one order that all ranks keep, whatever order gradients come in.
+
+    A parameter that got no gradient on one rank delays its bucket there, but cannot reorder collectives into
+    a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
+    """
+
+    def __init__(self, gradients: Sequence[GradientBuffer | None], order: Sequence[int]) -> None:
+        self.order = list(order)
+        self.enabled = True
+        """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
+        self.pending = False
+        """A round ended without reduction since the last one that reduced."""
+        self.observed: list[int] = []
+        """Buckets in the order they became ready in the latest round."""
+        self._gradients = gradients
+        self._ready: set[int] = set()
+        self._next = 0
+        self._flying: list[GradientBuffer] = []
+
+    def begin(self) -> None:
+        """A backward starts."""
+        self.observed = []
+        self._ready = set()
+        self._next = 0
+
+    def ready(self, bucket: int) -> None:
+        """A bucket is complete: launch it, and what waited for it."""
+        if bucket not in self._ready:
+            self._ready.add(bucket)
+            self.observed.append(bucket)
+        while self.enabled and self._next < len(self.order) and self.order[self._next] in self._ready:
+            self._launch(self.order[self._next])
+            self._next += 1
+
+    def end(self) -> None:
+        """The backward ended: reduce what is left and wait for everything, or remember that it is due."""
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.arrived = set()
+        if not self.enabled:
+            self.pending = True
+            return
+        for bucket in self.order[self._next :]:
+            self._launch(bucket)
+        self._next = len(self.order)
+        while self._flying:
+            self._flying.pop(0).finish_reduce()
+        self.pending = False
+
+    def flush(self) -> None:
+        """Reduce what only accumulated locally, all buckets at once."""
+        if self.pending:
+            enabled, self.enabled = self.enabled, True
+            self.begin()
+            self.end()
+            self.enabled = enabled
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        while self._flying:
+            self._flying.pop(0).finish_reduce()
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.clear()
+        self.pending = False
+
+    def agreed_order(self) -> list[int]:
+        """The observed order, completed by the buckets that never became ready."""
+        return self.observed + [bucket for bucket in self.order if bucket not in set(self.observed)]
+
+    def _launch(self, bucket: int) -> None:
+        if len(self._flying) >= MAX_REDUCES:
+            self._flying.pop(0).finish_reduce()
+        gradient = self._gradients[bucket]
+        assert gradient is not None, f"bucket {bucket} is frozen"
+        gradient.launch_reduce()
+        self._flying.append(gradient)
+
+
+class ShardSlice(nn.Parameter):
+    """What the optimizer sees of one parameter: this rank's elements of its master, with a live `.grad`.
+
+    It has the parameter's own shape when this rank holds all of it (stage 0, one rank, whole-parameter
+    ownership), else it is 1-D, possibly with 0 elements.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    start: int
+    """Where this rank's elements begin in the flattened parameter."""
+    _gradients: GradientBuffer | None
+    _index: int
+
+    @staticmethod
+    def of(data: Tensor, piece: Piece, gradients: GradientBuffer | None, index: int) -> ShardSlice:
+        """A slice over `data` (1-D, the master shard, shared memory). Frozen without `gradients`."""
+        part = data[piece.at : piece.at + piece.numel]
+        if piece.is_whole:
+            part = part.view(piece.slot.spec.shape)
+        slice_ = torch.Tensor._make_subclass(ShardSlice, part, gradients is not None)
+        assert isinstance(slice_, ShardSlice)
+        slice_._gradients, slice_._index, slice_.start = gradients, index, piece.start
+        return slice_
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient as accumulated so far. None also for a slice of 0 elements: nothing to update."""
+        if self._gradients is None or not self.numel():
+            return None
+        gradient = self._gradients.piece(self._index)
+        return None if gradient is None else gradient.view(self.shape)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._gradients is None:
+            return
+        if value is None:
+            self._gradients.discard(self._index)
+            return
+        current = self.grad
+        if current is None:
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)} was assigned to a parameter that has none in this "
+                f"window; assign before backward is not supported on a sharded parameter"
+            )
+        current.copy_(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+
+
+def slices_of(
+    gradients: GradientBuffer | None, master: Tensor, pieces: Sequence[Piece]
+) -> tuple[ShardSlice, ...]:
+    """One slice per slot, over `master`."""
+    return tuple(ShardSlice.of(master, piece, gradients, index) for index, piece in enumerate(pieces))

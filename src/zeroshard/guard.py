@@ -1,0 +1,177 @@
+"""The guard: what a parameter is while its weights are elsewhere.
+
+While a bucket is sharded, each of its parameters holds a 0-element tensor and its class is
+`ShardedParameter`. The class tells the truth about shape, dtype, device and the like. Anything that would
+read or write elements goes to the bucket first: inside a forward it gathers (all ranks run the same code, so
+all gather); outside it raises an error that names the parameter and the cure. While gathered, the class is
+the one the user gave, so the hot path pays nothing.
+
+The 0-element tensor matters: code below Python's dispatch (or that switches it off) sees an empty tensor and
+fails, where a view of freed storage would crash the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.errors import ShardedAccessError
+
+__all__ = ["Home", "ShardedParameter", "home_of", "refuse_access"]
+
+
+class Home(Protocol):
+    """Where a parameter lives: its place in a bucket. Kept as the one private attribute on the parameter."""
+
+    name: str
+    shape: torch.Size
+    shards: int
+
+    def need(self, operation: str) -> None:
+        """Make the weights available for `operation`, or raise ShardedAccessError."""
+
+    def used(self, result: Any) -> None:
+        """`operation` is done; its result may need the weights again in backward."""
+
+
+def home_of(parameter: Tensor) -> Any:
+    """The parameter's home, or None for a tensor zeroshard does not hold."""
+    return parameter.__dict__.get("_zeroshard")
+
+
+def refuse_access(name: str, shape: Sequence[int], shards: int, operation: str) -> ShardedAccessError:
+    """The error for touching a sharded parameter where ranks cannot be known to gather together."""
+    return ShardedAccessError(
+        f"parameter {name!r} (shape {tuple(shape)}) is sharded over {shards} ranks and {operation!r} needs its "
+        f"elements outside a forward of the engine. Cure: on every rank, `with engine.gathered([param]): ...` "
+        f"(its shape, dtype and device can be read at any time)."
+    )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _size(shape: torch.Size, dim: int | None = None) -> Any:
+    return shape if dim is None else shape[dim]
+
+
+def _stride(shape: torch.Size, dim: int | None = None) -> Any:
+    return _strides(shape) if dim is None else _strides(shape)[dim]
+
+
+def _length(shape: torch.Size) -> int:
+    if not shape:
+        raise TypeError("len() of a 0-d tensor")
+    return shape[0]
+
+
+# Answered from the logical shape. Properties arrive as the getter of their descriptor.
+_FROM_SHAPE: Mapping[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: len,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.stride: _stride,
+    Tensor.numel: lambda shape: shape.numel(),
+    Tensor.nelement: lambda shape: shape.numel(),
+    torch.numel: lambda shape: shape.numel(),
+    Tensor.dim: len,
+    Tensor.ndimension: len,
+    Tensor.__len__: _length,
+    Tensor.is_contiguous: lambda shape, **_: True,
+    Tensor.storage_offset: lambda shape: 0,
+}
+
+# True of the 0-element stand-in as well: passed through.
+_PASSED_THROUGH = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.is_floating_point,
+        torch.is_floating_point,
+        Tensor.is_complex,
+        torch.is_complex,
+        Tensor.is_signed,
+        Tensor.element_size,
+        Tensor.get_device,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.requires_grad_,
+        Tensor.retain_grad,
+        Tensor.is_inference,
+        *(
+            accessor
+            for name in (
+                "dtype device layout requires_grad grad is_leaf grad_fn is_cuda is_cpu is_xpu is_mps is_meta "
+                "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_xla is_ipu is_mtia "
+                "retains_grad itemsize output_nr _backward_hooks _post_accumulate_grad_hooks name _version"
+            ).split()
+            if hasattr(Tensor, name)
+            for accessor in (getattr(Tensor, name).__get__, getattr(getattr(Tensor, name), "__set__", None))
+            if accessor is not None
+        ),
+    }
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose elements are spread over ranks. Never constructed: it is a class parameters take on."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PASSED_THROUGH:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        answer = _FROM_SHAPE.get(func)
+        if answer is not None and isinstance(args[0], ShardedParameter):
+            return answer(home_of(args[0]).shape, *args[1:], **kwargs)
+        if func is Tensor.__repr__:
+            return _describe(args[0])
+        if func is Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            return home_of(args[0]).shape.numel() * args[0].element_size()
+        operation = getattr(func, "__name__", str(func))
+        if operation in ("__get__", "__set__"):
+            operation = getattr(getattr(func, "__self__", None), "__name__", operation)
+        homes = {
+            id(home): home
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, ShardedParameter) and (home := home_of(leaf)) is not None
+        }.values()
+        for home in homes:
+            home.need(operation)
+        result = func(*args, **kwargs)
+        for home in homes:
+            home.used(result)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        home = home_of(self)
+        raise refuse_access(home.name, home.shape, home.shards, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        home = home_of(self)
+        raise refuse_access(home.name, home.shape, home.shards, "pickle")
+
+
+def _describe(parameter: Tensor) -> str:
+    home = home_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype, device, trainable = parameter.dtype, parameter.device, parameter.requires_grad
+    return (
+        f"ShardedParameter({home.name!r}, shape={tuple(home.shape)}, dtype={dtype}, device={str(device)!r}, "
+        f"requires_grad={trainable}, sharded over {home.shards} ranks)"
+    )

@@ -1,0 +1,90 @@
+"""The hooks on the user's model. They report to the executor and decide nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.executor import Executor
+from zeroshard.layout import Layout, Unit
+from zeroshard.precision import cast_floating, tensors_in
+
+__all__ = ["install"]
+
+
+def install(
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    layout: Layout,
+    executor: Executor,
+    input_dtype: torch.dtype | None,
+) -> list[RemovableHandle]:
+    """Hook every unit's forward and every trainable parameter's gradient; the handles remove them.
+
+    `input_dtype`: floating-point inputs of the root's forward are cast to it; None leaves them alone.
+    """
+    handles: list[RemovableHandle] = []
+    if input_dtype is not None:
+        handles.append(_hook_inputs(modules[""], input_dtype))
+    # Prepended later, so run earlier: `enter` comes before anything that could raise, and `leave` after.
+    for unit in layout.units:
+        handles += _hook_unit(modules[unit.path], unit, layout, executor)
+    for name, (bucket, index) in layout.slot_of.items():
+        if layout.buckets[bucket].trainable:
+            handles.append(_hook_gradient(parameters[name], bucket, index, executor))
+    return handles
+
+
+def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
+    freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
+    frozen = tuple(bucket for bucket in freed if not layout.buckets[bucket].trainable)
+    trains = any(layout.buckets[bucket].trainable for bucket in freed)
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        executor.enter(unit.buckets)
+        if frozen and torch.is_grad_enabled():
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            if inputs:
+                # Frozen weights get no gradient that could tell when backward is done with them.
+                register_multi_grad_hook(inputs, lambda _: executor.inputs_done(frozen), mode="all")
+
+    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = tensors_in(output) if freed else []
+        # An exception ends a forward too (early stop of a recomputation); its graph goes nowhere.
+        raised = output is None and sys.exc_info()[1] is not None
+        may_save = (
+            not raised
+            and torch.is_grad_enabled()
+            and (trains or (bool(frozen) and any(t.requires_grad for t in tensors_in((args, kwargs)))))
+        )
+        executor.leave(freed, outputs, may_save)
+
+    return [
+        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+    ]
+
+
+def _hook_inputs(root: nn.Module, dtype: torch.dtype) -> RemovableHandle:
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    return root.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+
+
+def _hook_gradient(
+    parameter: nn.Parameter, bucket: int, index: int, executor: Executor
+) -> RemovableHandle:
+    def gradient_ready(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            parameter.grad = None
+            executor.arrive(bucket, index, gradient)
+
+    return parameter.register_post_accumulate_grad_hook(gradient_ready)

@@ -1,0 +1,172 @@
+"""From a built model to buffers: describe it for the layout, then move its weights bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.buffers import FlatBuffer
+from zeroshard.comm import Collectives
+from zeroshard.errors import ModelError
+from zeroshard.gradients import GradientBuffer
+from zeroshard.layout import BucketLayout, ModuleSpec, ParameterSpec
+from zeroshard.policy import Policy
+from zeroshard.precision import dtype_name, dtype_of
+from zeroshard.streams import Lane
+
+__all__ = ["Description", "Groups", "build_buffer", "build_gradients", "describe", "move_buffers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A model as the layout sees it, and the way back to its objects."""
+
+    root: ModuleSpec
+    specs: tuple[ParameterSpec, ...]
+    parameters: Mapping[str, nn.Parameter]
+    modules: Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The collectives a model is sharded over. Gathers and reduces each have an order of their own."""
+
+    gather: Collectives
+    reduce: Collectives
+    replicate: Collectives
+
+    def close(self) -> None:
+        for group in (self.gather, self.reduce, self.replicate):
+            group.close()
+
+
+def describe(
+    model: nn.Module, compute_dtype: torch.dtype | None, is_leaf: Callable[[str, nn.Module], bool]
+) -> Description:
+    """Walk the module tree once. Shared modules and tied parameters appear by their first name."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train or shard. If they are "
+            f"created lazily, run one forward before `initialize`."
+        )
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    specs = tuple(_spec(name, parameter, compute_dtype) for name, parameter in parameters.items())
+    modules: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> ModuleSpec:
+        seen.add(id(module))
+        modules[path] = module
+        children = tuple(
+            visit(f"{path}.{name}" if path else name, child)
+            for name, child in module.named_children()
+            if id(child) not in seen
+        )
+        return ModuleSpec(
+            path=path,
+            type_name=f"{type(module).__module__}.{type(module).__qualname__}",
+            parameters=tuple(name_of[id(p)] for p in module.parameters(recurse=False)),
+            children=children,
+            is_sequence=isinstance(module, (nn.ModuleList, nn.Sequential)),
+            is_leaf=bool(path) and is_leaf(path, module),
+        )
+
+    return Description(root=visit("", model), specs=specs, parameters=parameters, modules=modules)
+
+
+def _spec(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> ParameterSpec:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ModelError(
+            f"parameter {name!r} is not initialised (a lazy module): run one forward before `initialize`."
+        )
+    if parameter.is_meta:
+        raise ModelError(
+            f"parameter {name!r} is on the meta device and has no values. Build or load the model on a real "
+            f"device before `initialize`."
+        )
+    if parameter.is_sparse or parameter.is_complex():
+        raise ModelError(
+            f"parameter {name!r} is {'sparse' if parameter.is_sparse else 'complex'}; only dense real "
+            f"parameters can be sharded."
+        )
+    dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return ParameterSpec(
+        name=name, shape=tuple(parameter.shape), dtype=dtype_name(dtype), trainable=parameter.requires_grad
+    )
+
+
+def build_buffer(
+    layout: BucketLayout,
+    parameters: Sequence[nn.Parameter],
+    groups: Groups,
+    lane: Lane,
+    device: torch.device,
+) -> FlatBuffer:
+    """Move one bucket's weights into its buffer. Rank 0's values are everybody's from here on.
+
+    The masters are cut from the values as they were handed over, before any cast to 16 bit.
+    """
+    dtype = dtype_of(layout.dtype)
+    shard_group = groups.gather
+    with torch.no_grad():
+        source = torch.zeros(layout.padded, dtype=_common_dtype(parameters), device=device)
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            source[slot.offset : slot.end].view(slot.spec.shape).copy_(parameter.data)
+        groups.replicate.broadcast(source, 0)
+        shard_group.broadcast(source, 0)
+        own = slice(shard_group.rank * layout.shard_numel, (shard_group.rank + 1) * layout.shard_numel)
+        full = source.to(dtype)
+        shard = full[own] if layout.resident else full[own].clone()
+        master: Tensor | None = None
+        if layout.trainable:
+            master = shard if dtype.itemsize >= 4 else source[own].to(torch.float32, copy=True)
+    return FlatBuffer(
+        layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane
+    )
+
+
+def _common_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """The dtype that holds all values of a bucket exactly."""
+    dtype = parameters[0].dtype
+    for parameter in parameters[1:]:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def build_gradients(
+    layout: BucketLayout, groups: Groups, policy: Policy, device: torch.device
+) -> GradientBuffer | None:
+    """Where a bucket's gradients are collected; None when it is frozen."""
+    if not layout.trainable:
+        return None
+    return GradientBuffer(
+        layout,
+        dtype=dtype_of(layout.dtype),
+        device=device,
+        shard_group=groups.reduce,
+        replicate_group=groups.replicate,
+        keep_local=not policy.reduce_every_backward,
+        reduce_dtype=None if policy.reduce_dtype is None else dtype_of(policy.reduce_dtype),
+        accumulate_dtype=None if policy.accumulate_dtype is None else dtype_of(policy.accumulate_dtype),
+    )
+
+
+def move_buffers(model: nn.Module, groups: Groups, device: torch.device) -> None:
+    """Put the model's buffers on `device`, with rank 0's values. Their dtype is never changed."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            moved = buffer.to(device)
+            module._buffers[name] = moved
+            if moved.numel() and not moved.is_sparse:
+                flat = moved.detach().reshape(-1).contiguous()
+                as_bytes = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+                groups.replicate.broadcast(as_bytes, 0)
+                groups.gather.broadcast(as_bytes, 0)
+                with torch.no_grad():
+                    moved.copy_(flat.view(moved.shape))

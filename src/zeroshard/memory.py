@@ -1,0 +1,88 @@
+"""The memory bill: what a rank will hold, by category, from the layout alone; and its shape when measured.
+
+    stage   parameters        gradients     master + optimizer state (Adam, 16-bit parameters)
+    0       2P                2P            12P
+    1       2P                2P            12P/N
+    2       2P                2P/N          12P/N
+    3       2P/N + gathered   2P/N          12P/N
+
+P parameters on N ranks, bytes; plus the padding the layout states. Gradients are those of one backward
+(accumulation over micro-batches keeps fp32 instead); activations are the model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.layout import BucketLayout, Layout
+from zeroshard.policy import BYTES_OF, Policy
+
+__all__ = ["CATEGORIES", "MemoryBill", "predict_memory"]
+
+CATEGORIES = ("parameters", "gradients", "master", "optimizer state", "gathered peak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBill:
+    """Bytes on one rank. `None` where a category cannot be known (an optimizer of unknown state)."""
+
+    parameters: int
+    gradients: int
+    master: int
+    optimizer_state: int | None
+    gathered_peak: int | None
+    padding: int = 0
+    """Bytes of `parameters` that are padding."""
+
+    def rows(self) -> tuple[tuple[str, int | None], ...]:
+        """(category, bytes), in the order of `CATEGORIES`."""
+        values = (self.parameters, self.gradients, self.master, self.optimizer_state, self.gathered_peak)
+        return tuple(zip(CATEGORIES, values, strict=True))
+
+    @property
+    def total(self) -> int:
+        """All categories that are known. The gathered peak overlaps the others in time, not in memory."""
+        return sum(value for _, value in self.rows() if value is not None)
+
+
+def predict_memory(
+    layout: Layout,
+    policy: Policy,
+    *,
+    state_elements: float | None,
+    accumulates: bool,
+    gathered_peak: int | None = None,
+) -> MemoryBill:
+    """The bill of one rank (all ranks hold the same, padding included).
+
+    `state_elements`: optimizer state per master element (Adam 2, SGD with momentum 1), None if unknown.
+    `accumulates`: several backwards before a step. `gathered_peak`: bytes, from the schedules.
+    """
+    trainable = [bucket for bucket in layout.buckets if bucket.trainable]
+    masters = sum(bucket.shard_numel * _master_bytes(bucket) for bucket in trainable)
+    separate = [bucket for bucket in trainable if BYTES_OF[bucket.dtype] < 4]
+    return MemoryBill(
+        parameters=sum(_parameter_bytes(bucket) for bucket in layout.buckets),
+        gradients=sum(_gradient_bytes(bucket, policy, accumulates) for bucket in trainable),
+        master=sum(bucket.shard_numel * 4 for bucket in separate),
+        optimizer_state=None if state_elements is None else int(masters * state_elements),
+        gathered_peak=gathered_peak,
+        padding=sum(
+            _parameter_bytes(bucket) - _parameter_bytes(bucket) * bucket.numel // max(bucket.padded, 1)
+            for bucket in layout.buckets
+        ),
+    )
+
+
+def _parameter_bytes(bucket: BucketLayout) -> int:
+    elements = bucket.padded if bucket.resident else bucket.shard_numel
+    return elements * BYTES_OF[bucket.dtype]
+
+
+def _master_bytes(bucket: BucketLayout) -> int:
+    return max(BYTES_OF[bucket.dtype], 4)
+
+
+def _gradient_bytes(bucket: BucketLayout, policy: Policy, accumulates: bool) -> int:
+    width = _master_bytes(bucket) if accumulates else BYTES_OF[bucket.dtype]
+    return width * (bucket.shard_numel if policy.reduce_every_backward else bucket.padded)

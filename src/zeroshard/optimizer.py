@@ -1,0 +1,134 @@
+"""The user's optimizer, with its parameters exchanged for this rank's slices of the masters.
+
+Any `torch.optim.Optimizer` that works element by element gives the same update on slices as on whole
+parameters. The object, its groups (schedulers hold those dicts) and the rule *no gradient, no update* stay
+PyTorch's; what is added is done in torch's own step hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.errors import ConfigError, ModelError
+from zeroshard.gradients import ShardSlice
+
+__all__ = ["ELEMENTWISE", "STATE_ELEMENTS", "build_optimizer", "check_elementwise", "rewire", "state_bytes"]
+
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+"""Classes of torch.optim whose update of one element reads that element only."""
+
+STATE_ELEMENTS: Mapping[str, float] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1}
+"""Optimizer state per parameter element, where it does not depend on options."""
+
+
+def build_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
+    """The optimizer of the config's `optimizer` section.
+
+    `Adam` means AdamW unless `adam_w_mode` is false, as in DeepSpeed; Adam-type optimizers use torch's
+    fused kernels. Raises ConfigError for an option the class does not take.
+    """
+    options = dict(options)
+    adam_w_mode = options.pop("adam_w_mode", True)
+    for ours in ("torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"):
+        options.pop(ours, None)
+    known = {"adam": "AdamW" if adam_w_mode else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
+    cls = getattr(torch.optim, known.get(name.lower(), name), None)
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
+        raise ConfigError(f"optimizer.type {name!r} is neither a built-in name nor a class of torch.optim")
+    if cls in (torch.optim.Adam, torch.optim.AdamW):
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
+        options.setdefault("fused", True)
+    accepted = inspect.signature(cls.__init__).parameters
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params has {', '.join(map(repr, unknown))}, which torch.optim.{cls.__name__} does not "
+            f"take; it takes {', '.join(key for key in accepted if key not in ('self', 'params'))}"
+        )
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    optimizer: Optimizer = cls(parameters, **options)
+    return optimizer
+
+
+def check_elementwise(optimizer: Optimizer, allow_untested: bool) -> None:
+    """Refuse an optimizer whose maths needs whole parameters: on slices it would be silently different."""
+    name = type(optimizer).__name__
+    known = any(base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim")
+                for base in type(optimizer).__mro__)
+    if known or allow_untested:
+        return
+    raise ModelError(
+        f"optimizer {name} is not known to work element by element, and its parameters would be cut into flat "
+        f"slices. Known: {', '.join(sorted(ELEMENTWISE))} of torch.optim and their subclasses. If {name} "
+        f'updates every element on its own, set "zero_allow_untested_optimizer": true.'
+    )
+
+
+def rewire(
+    optimizer: Optimizer, slice_of: Mapping[int, ShardSlice], shape_of: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Exchange each parameter for its slice, in place: same groups, same order, same number of entries.
+
+    `slice_of` and `shape_of` are keyed by `id(parameter)`. State that exists already is cut along.
+    Raises ModelError for a parameter that is not the model's.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in slice_of:
+                raise ModelError(
+                    f"the optimizer's group {number} holds a parameter that the model does not (entry {place}, "
+                    f"shape {tuple(parameter.shape)}). Build the optimizer from this model's parameters(), "
+                    f"after any .to(), copy or wrapping that creates new ones."
+                )
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in state:
+                part = slice_of[id(parameter)]
+                optimizer.state[part] = _cut_state(state[parameter], shape_of[id(parameter)], part)
+        group["params"] = [slice_of[id(parameter)] for parameter in group["params"]]
+
+
+def _cut_state(state: Mapping[str, Any], shape: tuple[int, ...], part: ShardSlice) -> dict[str, Any]:
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == shape:
+            flat = value.reshape(-1)[part.start : part.start + part.numel()]
+            return flat.clone().view(part.shape)
+        return value
+
+    return {key: cut(value) for key, value in state.items()}
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of per-element state on this rank. Step counters (0-d tensors) are not counted."""
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,79 @@
+"""What a stage means: a handful of numbers that the planning functions take as arguments.
+
+    stage   states sharded over    parameters freed after use    gradients reduced
+    0       1 rank (replicated)    no                            at the boundary, all-reduce
+    1       all ranks              no                            at the boundary, reduce-scatter
+    2       all ranks              no                            every backward, reduce-scatter
+    3       all ranks              yes                           every backward, reduce-scatter
+
+Nothing else in the code base asks for the stage: it asks for the property.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+__all__ = ["BYTES_OF", "Policy"]
+
+BYTES_OF = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element, by torch's name of the dtype (without the `torch.` prefix)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How states are spread and when they move. Sizes are in elements unless said otherwise."""
+
+    stage: int
+    shard_size: int
+    """Ranks that share one copy of the states (1 = every rank has its own)."""
+    replicate_size: int
+    """Copies of that shard group; shard_size * replicate_size = data-parallel world."""
+    reduce_every_backward: bool
+    free_after_use: bool
+    compute_dtype: str | None = None
+    """The dtype the model sees, for floating-point parameters; None keeps each parameter's own."""
+    reduce_dtype: str | None = None
+    """The dtype gradients travel in; None is the compute dtype."""
+    accumulate_dtype: str | None = None
+    """The dtype gradients are summed in over micro-batches; None is fp32 from the second one on."""
+    bucket_size: int = 500_000_000
+    """Ceiling of a bucket of resident parameters (`reduce_bucket_size`)."""
+    persistence_threshold: int = 100_000
+    """Under `free_after_use`, parameters of at most this many elements are never freed."""
+    model_persistence_threshold: int = sys.maxsize
+    """Cap on the sum of elements that are never freed for being small."""
+    max_live: int = 1_000_000_000
+    """Gathered elements beyond which nothing is gathered ahead (`stage3_max_live_parameters`)."""
+    prefetch: int = 50_000_000
+    """Elements gathered ahead of use (`stage3_prefetch_bucket_size`); 0 turns it off."""
+    max_reuse_distance: int = 1_000_000_000
+    """Keep a bucket that is used again within this many elements (`stage3_max_reuse_distance`)."""
+
+    @classmethod
+    def of_stage(cls, stage: int, world: int, **sizes: object) -> Policy:
+        """The policy of ZeRO `stage` on `world` data-parallel ranks; `sizes` override the defaults."""
+        shard = world if stage >= 1 else 1
+        return cls(
+            stage=stage,
+            shard_size=shard,
+            replicate_size=world // shard,
+            reduce_every_backward=stage >= 2,
+            free_after_use=stage >= 3,
+            **sizes,  # type: ignore[arg-type]
+        )
+
+    @property
+    def world(self) -> int:
+        return self.shard_size * self.replicate_size

@@ -1,0 +1,88 @@
+"""Dtypes by name, and the visible rule by which inputs are cast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["cast_floating", "dtype_name", "dtype_of", "map_tensors", "tensors_in"]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`"bfloat16"` -> `torch.bfloat16`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples, dicts, dataclasses and plain objects, in order of appearance."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found, depth=0)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], depth: int) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found, depth + 1)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            _collect(item, found, depth + 1)
+    elif depth < 4 and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        for item in vars(value).values():
+            _collect(item, found, depth + 1)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` applied to every tensor in lists, tuples, dicts and dataclasses.
+
+    Containers in which nothing changed are returned as they are, the same object.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        mapped = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(mapped[key] is value[key] for key in value):
+            return value
+        if type(value) is dict:
+            return mapped
+        copied = value.copy()
+        copied.update(mapped)
+        return copied
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: new
+            for field in dataclasses.fields(value)
+            if field.init
+            and (new := map_tensors(function, old := getattr(value, field.name))) is not old
+        }
+        return dataclasses.replace(value, **changes) if changes else value
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `value` as `dtype`; integers, booleans and complex numbers untouched."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    return map_tensors(cast, value)

@@ -1,0 +1,73 @@
+"""What a step did: points in the order the hooks reported them, and the paths seen so far.
+
+A point is one of four moments of one bucket: `F` before a forward that uses it, `f` after, `B` before the
+backward of that forward, `b` when its gradients are complete. A path is the points between the start of an
+outermost forward and the start of the next one (or the step): a micro-batch, or an evaluation forward.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["POINTS", "Action", "Kind", "digest", "format_actions", "parse_actions"]
+
+
+class Kind(str, enum.Enum):
+    """Compute points come from the trace; the rest is what a schedule adds."""
+
+    FORWARD = "F"
+    END_FORWARD = "f"
+    BACKWARD = "B"
+    END_BACKWARD = "b"
+    GATHER = "GATHER"
+    """Launch the all-gather of a bucket."""
+    WAIT = "WAIT"
+    """The gathered bucket is needed from here on."""
+    FREE = "FREE"
+    """Give the gathered memory back."""
+    REDUCE = "REDUCE"
+    """The bucket's gradient may be reduced."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+POINTS = frozenset({Kind.FORWARD, Kind.END_FORWARD, Kind.BACKWARD, Kind.END_BACKWARD})
+
+
+class Action(NamedTuple):
+    """`0GATHER`: do this to bucket 0. `0F`: bucket 0 is at this point."""
+
+    kind: Kind
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"{self.bucket}{self.kind.value}"
+
+
+def format_actions(actions: Iterable[Action]) -> str:
+    """The text form, e.g. `0GATHER 0WAIT 0F 0f 0FREE`; `parse_actions` is its inverse."""
+    return " ".join(map(str, actions))
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """Read the text form. Raises ValueError that names the word that is not an action."""
+    actions = []
+    for word in text.split():
+        number = word.rstrip("FfBbGATHERWIEDUC")
+        try:
+            actions.append(Action(Kind(word[len(number) :]), int(number)))
+        except ValueError:
+            raise ValueError(f"{word!r} is not an action; expected a bucket number and one of "
+                             f"{', '.join(kind.value for kind in Kind)}") from None
+    return tuple(actions)
+
+
+def digest(actions: Sequence[Action], seed: int = 0) -> int:
+    """A 16-bit digest; small enough that ranks can compare it inside a vector of float64."""
+    value = seed
+    for kind, bucket in actions:
+        value = (value * 31 + ord(kind.value[0]) * 7 + bucket + 1) & 0xFFFF
+    return value
