@@ -1,5 +1,42 @@
-"""zeroshard: ZeRO training for PyTorch."""
+"""zeroshard: ZeRO training for PyTorch, with the DeepSpeed config and calls.
+
+    engine, optimizer, loader, scheduler = zeroshard.initialize(model=model, config="ds_config.json")
+
+Importing this package imports nothing else: torch and the rest come with the first name that is used, so
+that the launcher starts at once.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard.config import Config
+    from zeroshard.engine import Engine
+    from zeroshard.initialization import initialize
+
 __version__ = "0.1.0"
+
+__all__ = ["Config", "Engine", "ZeroParamStatus", "__version__", "initialize"]
+
+_HOME_OF = {
+    "Config": ("zeroshard.config", "Config"),
+    "Engine": ("zeroshard.engine", "Engine"),
+    "ZeroParamStatus": ("zeroshard.buffers", "Status"),
+    "initialize": ("zeroshard.initialization", "initialize"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _HOME_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

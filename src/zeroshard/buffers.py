@@ -95,7 +95,7 @@ class FlatBuffer:
         self.parameters = tuple(parameters)
         self.full, self.shard, self.master = full, shard, master
         self.watcher: Watcher | None = None
-        self._group, self._lane = group, lane
+        self.group, self._lane = group, lane
         self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]
         self._nbytes = full.untyped_storage().nbytes()
         self._views = [full[slot.offset : slot.end].view(slot.spec.shape) for slot in layout.slots]
@@ -128,7 +128,7 @@ class FlatBuffer:
             self.full.untyped_storage().resize_(self._nbytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
                 self._own.copy_(self.shard)
-                self._work = self._group.all_gather(self.full, self._own)
+                self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
 
     def wait(self) -> None:
@@ -176,7 +176,7 @@ class FlatBuffer:
             if not self.layout.resident or self.layout.shards == 1:
                 return
             with self._lane.entered():
-                self._work = self._group.all_gather(self.full, self._own)
+                self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
         for parameter in self.parameters:
             parameter.__class__ = ShardedParameter

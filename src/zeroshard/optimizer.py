@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.gradients import ShardSlice
 
-__all__ = ["ELEMENTWISE", "STATE_ELEMENTS", "build_optimizer", "check_elementwise", "rewire", "state_bytes"]
+__all__ = ["ELEMENTWISE", "STATE_ELEMENTS", "build_optimizer", "check_elementwise", "check_parameters", "rewire", "state_bytes"]
 
 ELEMENTWISE = frozenset(
     {
@@ -42,32 +42,38 @@ STATE_ELEMENTS: Mapping[str, float] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam
 
 
 def build_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """The optimizer of the config's `optimizer` section.
+    """The torch.optim class `name` over `parameters`; Adam-type ones with torch's fused kernels.
 
-    `Adam` means AdamW unless `adam_w_mode` is false, as in DeepSpeed; Adam-type optimizers use torch's
-    fused kernels. Raises ConfigError for an option the class does not take.
+    Raises ConfigError when there is no such class, or for an option it does not take.
     """
-    options = dict(options)
-    adam_w_mode = options.pop("adam_w_mode", True)
-    for ours in ("torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"):
-        options.pop(ours, None)
-    known = {"adam": "AdamW" if adam_w_mode else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
-    cls = getattr(torch.optim, known.get(name.lower(), name), None)
+    cls = getattr(torch.optim, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise ConfigError(f"optimizer.type {name!r} is neither a built-in name nor a class of torch.optim")
-    if cls in (torch.optim.Adam, torch.optim.AdamW):
-        options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-        options.setdefault("fused", True)
     accepted = inspect.signature(cls.__init__).parameters
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ConfigError(
-            f"optimizer.params has {', '.join(map(repr, unknown))}, which torch.optim.{cls.__name__} does not "
-            f"take; it takes {', '.join(key for key in accepted if key not in ('self', 'params'))}"
+            f"optimizer.params has {', '.join(map(repr, unknown))}, which torch.optim.{name} does not take; it "
+            f"takes {', '.join(key for key in accepted if key not in ('self', 'params'))}"
         )
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    options = dict(options)
+    if cls in (torch.optim.Adam, torch.optim.AdamW) and not {"foreach", "capturable"} & set(options):
+        options.setdefault("fused", True)
     optimizer: Optimizer = cls(parameters, **options)
     return optimizer
+
+
+def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Before anything is taken apart: the optimizer trains this model, or ModelError."""
+    owned = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in owned:
+                raise ModelError(
+                    f"the optimizer's group {number} holds a parameter that the model does not (entry {place}, "
+                    f"shape {tuple(parameter.shape)}). Build the optimizer from this model's parameters(), "
+                    f"after any .to(), copy or wrapping that creates new ones."
+                )
 
 
 def check_elementwise(optimizer: Optimizer, allow_untested: bool) -> None:
@@ -90,16 +96,7 @@ def rewire(
     """Exchange each parameter for its slice, in place: same groups, same order, same number of entries.
 
     `slice_of` and `shape_of` are keyed by `id(parameter)`. State that exists already is cut along.
-    Raises ModelError for a parameter that is not the model's.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in slice_of:
-                raise ModelError(
-                    f"the optimizer's group {number} holds a parameter that the model does not (entry {place}, "
-                    f"shape {tuple(parameter.shape)}). Build the optimizer from this model's parameters(), "
-                    f"after any .to(), copy or wrapping that creates new ones."
-                )
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -128,7 +125,3 @@ def state_bytes(optimizer: Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()
     )
-
-
-def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,323 @@
+"""`initialize`: from a model and a config to an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zeroshard.buffers import FlatBuffer
+from zeroshard.comm import LocalCollectives, open_collectives
+from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch, torch_optimizer
+from zeroshard.engine import Engine
+from zeroshard.errors import ConfigError, ModelError
+from zeroshard.executor import Executor
+from zeroshard.gradients import GradientBuffer, slices_of
+from zeroshard.guard import home_of
+from zeroshard.hooks import install
+from zeroshard.layout import Layout, plan_layout
+from zeroshard.materialize import Description, Groups, build_buffer, build_gradients, describe, move_buffers
+from zeroshard.optimizer import build_optimizer, check_elementwise, check_parameters, rewire
+from zeroshard.policy import Policy
+from zeroshard.precision import dtype_of
+from zeroshard.streams import Lane
+from zeroshard.world import World, join
+
+__all__ = ["build_engine", "facts_of", "initialize", "policy_of"]
+
+log = logging.getLogger("zeroshard")
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+OptimizerLike = Optimizer | Callable[[Any], Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
+    """Make an engine that trains `model` with ZeRO as `config` says.
+
+    Args:
+        args: an object that may carry `deepspeed_config`, the path of a config.
+        model: the module, built on any device; its parameters are taken over in place.
+        optimizer: a torch optimizer over the model's parameters, or a callable that makes one from them;
+            without it the config's `optimizer` section is used.
+        model_parameters: what the config's optimizer trains; default all parameters that require grad.
+        training_data: a dataset; a loader that gives each rank its part is returned.
+        lr_scheduler: a scheduler object, or a callable that makes one from the optimizer. Ticked at each
+            update by `engine.step()`.
+        collate_fn: for that loader.
+        config: the DeepSpeed config: a dict, a path, or JSON text. `config_params` is its old name.
+
+    Returns:
+        `(engine, optimizer, loader, scheduler)`; the last three are None where there is none. The optimizer
+        is the object that was handed in.
+
+    All ranks call it with the same model and config. Raises ConfigError, ModelError or CommError.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"initialize needs model=, a torch.nn.Module; got {type(model).__name__}")
+    raw = _one_config(args, config, config_params)
+    world = join()
+    parsed = parse(raw, facts=facts_of(model, optimizer, world))
+    require_supported(parsed)
+    if parsed.log_level is not None:
+        log.setLevel(parsed.log_level.upper())
+    batch = resolve_batch(
+        parsed.train_batch_size,
+        parsed.train_micro_batch_size_per_gpu,
+        parsed.gradient_accumulation_steps,
+        world.size,
+        world.size_origin,
+        source=parsed.source,
+        allow_unset=True,
+    )
+    if world.rank == 0:
+        for note in parsed.notes:
+            log.info("config: %s", note)
+    groups = _open_groups(policy_of(parsed, batch, world.size), world)
+    engine = build_engine(
+        model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
+    )
+    if training_data is not None:
+        engine.training_dataloader = _loader(training_data, collate_fn, parsed, batch, world)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def build_engine(
+    model: nn.Module,
+    config: Config,
+    batch: BatchPlan,
+    groups: Groups,
+    device: torch.device,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+) -> Engine:
+    """The engine over given collectives: what `initialize` does once it knows the world."""
+    policy = policy_of(config, batch, groups.gather.size * groups.replicate.size)
+    compute = None if policy.compute_dtype is None else dtype_of(policy.compute_dtype)
+    _refuse_second_engine(model)
+    made = _make_optimizer(model, config, optimizer, model_parameters)
+    description = describe(model, compute, _leaf_test(config))
+    layout = plan_layout(description.root, description.specs, policy)
+    buffers, gradients = _build(description, layout, groups, policy, device)
+    move_buffers(model, groups, device)
+    if made is not None:
+        _rewire(made, description, layout, buffers, gradients)
+    executor = Executor(layout, policy, buffers, gradients)
+    handles = install(description.modules, description.parameters, layout, executor, compute)
+    scheduler = lr_scheduler(made) if _is_factory(lr_scheduler) else lr_scheduler
+    return Engine(
+        model,
+        config=config,
+        batch=batch,
+        policy=policy,
+        layout=layout,
+        groups=groups,
+        buffers=buffers,
+        gradients=gradients,
+        executor=executor,
+        handles=handles,
+        optimizer=made,
+        scheduler=scheduler,
+        device=device,
+    )
+
+
+def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
+    """The config's numbers as the planning functions take them."""
+    zero = config.zero_optimization
+    accumulate = config.data_types.grad_accum_dtype
+    if accumulate is None and batch.accumulation_steps > 1:
+        accumulate = "fp32"
+    wire = config.communication_data_type
+    return Policy.of_stage(
+        zero.stage,
+        world,
+        compute_dtype="bfloat16" if config.bf16.enabled else None,
+        reduce_dtype=None if wire is None else _DTYPES[wire],
+        accumulate_dtype=None if accumulate is None else _DTYPES[accumulate],
+        bucket_size=zero.reduce_bucket_size,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        max_live=zero.stage3_max_live_parameters,
+        prefetch=zero.stage3_prefetch_bucket_size,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+    )
+
+
+def facts_of(model: nn.Module, optimizer: OptimizerLike | None, world: World) -> AutoFacts:
+    """What `"auto"` can be resolved from: the model's width, the optimizer, the world."""
+    hidden = _hidden_size(getattr(model, "config", None))
+    group = optimizer.param_groups[0] if isinstance(optimizer, Optimizer) else {}
+    return AutoFacts(
+        hidden_size=hidden,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        lr=group.get("lr"),
+        betas=group.get("betas"),
+        eps=group.get("eps"),
+        weight_decay=group.get("weight_decay"),
+        world=world.size,
+    )
+
+
+def _hidden_size(config: Any) -> int | None:
+    """The width as Hugging Face configs tell it; of a composite model the largest."""
+    sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or [])]
+    for part in ("text_config", "vision_config"):
+        sizes.append(getattr(getattr(config, part, None), "hidden_size", None))
+    known = [size for size in sizes if isinstance(size, int)]
+    return max(known, default=None)
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise ConfigError(
+            f"initialize needs exactly one config, got {', '.join(named) or 'none'}; pass config=, a dict or the "
+            f"path of a JSON file"
+        )
+    return next(iter(named.values()))
+
+
+def _open_groups(policy: Policy, world: World) -> Groups:
+    """Gathers and reduces on groups of their own, so that neither waits for the other's order."""
+    if policy.world == 1:
+        return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=LocalCollectives())
+    if policy.shard_size == 1:
+        replicate = open_collectives(dist.new_group(), world.device)
+        return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=replicate)
+    return Groups(
+        gather=open_collectives(dist.new_group(), world.device),
+        reduce=open_collectives(dist.new_group(), world.device),
+        replicate=LocalCollectives(),
+    )
+
+
+def _refuse_second_engine(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if home_of(parameter) is not None:
+            raise ModelError(
+                f"parameter {name!r} already belongs to an engine. Call close() on that engine first, or share "
+                f"one engine."
+            )
+
+
+def _make_optimizer(
+    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> Optimizer | None:
+    """The optimizer over whole parameters: the user's, or the config's; None trains nothing."""
+    parameters = list(model_parameters) if model_parameters is not None else None
+    if not parameters:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optimizer, Optimizer):
+        made: Optimizer | None = optimizer
+    elif optimizer is not None:
+        made = optimizer(parameters)
+    else:
+        choice = torch_optimizer(config.optimizer)
+        if choice is None or not parameters:
+            return None
+        made = build_optimizer(choice.name, choice.kwargs, parameters)
+    if made is not None:
+        check_parameters(made, model)
+        check_elementwise(made, config.zero_allow_untested_optimizer)
+    return made
+
+
+def _leaf_test(config: Config) -> Callable[[str, nn.Module], bool]:
+    leaf = config.zero_optimization.leaf_module
+
+    def is_leaf(path: str, module: nn.Module) -> bool:
+        cls = type(module)
+        return (
+            cls.__name__ in leaf.classes
+            or f"{cls.__module__}.{cls.__qualname__}" in leaf.classes
+            or path in leaf.names
+            or any(path.endswith(suffix) for suffix in leaf.name_suffixes)
+        )
+
+    return is_leaf
+
+
+def _build(
+    description: Description, layout: Layout, groups: Groups, policy: Policy, device: torch.device
+) -> tuple[list[FlatBuffer], list[GradientBuffer | None]]:
+    lane = Lane(device)
+    buffers, gradients = [], []
+    for bucket in layout.buckets:
+        parameters = [description.parameters[slot.name] for slot in bucket.slots]
+        buffers.append(build_buffer(bucket, parameters, groups, lane, device))
+        gradients.append(build_gradients(bucket, groups, policy, device))
+    return buffers, gradients
+
+
+def _rewire(
+    optimizer: Optimizer,
+    description: Description,
+    layout: Layout,
+    buffers: list[FlatBuffer],
+    gradients: list[GradientBuffer | None],
+) -> None:
+    slice_of, shape_of = {}, {}
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        pieces = buffer.layout.pieces(buffer.group.rank)
+        owner = buffer.shard if buffer.master is None else buffer.master
+        for piece, part in zip(pieces, slices_of(gradient, owner, pieces), strict=True):
+            parameter = description.parameters[piece.slot.name]
+            slice_of[id(parameter)] = part
+            shape_of[id(parameter)] = piece.slot.spec.shape
+    rewire(optimizer, slice_of, shape_of)
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return callable(scheduler) and not hasattr(scheduler, "step")
+
+
+def _loader(
+    dataset: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+    batch: BatchPlan,
+    world: World,
+) -> DataLoader[Any]:
+    """Each rank sees its part of the data, shuffled the same way on all ranks."""
+    if batch.micro_batch_size is None:
+        raise ConfigError(
+            f"{config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the samples "
+            f"of one forward on one rank"
+        )
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(
+            dataset, num_replicas=world.size, rank=world.rank, shuffle=True, drop_last=config.dataloader_drop_last
+        )
+    return DataLoader(
+        dataset,
+        batch_size=batch.micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )
