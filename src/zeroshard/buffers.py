@@ -169,6 +169,7 @@ class FlatBuffer:
                 f"bucket {self.layout.name!r} is still gathered while the optimizer updates it; a step inside "
                 f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
             )
+        self.wait()  # the previous refresh, if the model did not use this bucket since
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
@@ -188,6 +189,13 @@ class FlatBuffer:
                 self.shard.copy_(self._own)
             if self.master is not None and self.master is not self.shard:
                 self.master.copy_(self._own)
+
+    def full_master(self) -> Tensor:
+        """All ranks' masters, end to end (padded elements). A collective; frozen buckets give their weights."""
+        part = self.shard if self.master is None else self.master.detach()
+        whole = torch.empty(self.layout.padded, dtype=part.dtype, device=part.device)
+        self.group.all_gather(whole, part).wait()
+        return whole
 
     def need(self, parameter: str, operation: str) -> None:
         """A guarded parameter is touched."""

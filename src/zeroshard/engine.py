@@ -186,11 +186,12 @@ class Engine(nn.Module):
         self.last_step = StepResult(norm, coefficient)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+            # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
+            if gradient is not None and gradient.had:
+                buffer.refresh()
         self._executor.reduces.clear()
         self._backwards = 0
-        for buffer in self._buffers:
-            if buffer.layout.trainable:
-                buffer.refresh()
         self.global_steps += 1
 
     def _agree(self) -> float:
@@ -306,10 +307,15 @@ class Engine(nn.Module):
             found[home.buffer.layout.index] = None
         return sorted(found)
 
+    def full_fp32(self, parameter: nn.Parameter) -> Tensor:
+        """A new tensor with the values the optimizer updates, in the parameter's shape. All ranks call it."""
+        buffer = self._buffers[self._buckets_of(parameter)[0]]
+        slot = buffer.layout.slots[home_of(parameter).index]
+        return buffer.full_master()[slot.offset : slot.end].view(slot.spec.shape).clone()
+
     def status(self, parameter: nn.Parameter) -> Status:
         """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        status = self._buffers[self._buckets_of(parameter)[0]].status
-        return status
+        return self._buffers[self._buckets_of(parameter)[0]].status
 
     # ---- what happens -------------------------------------------------------------------------------
 

@@ -1,0 +1,258 @@
+"""Proof of sameness: the same model, data and optimizer under plain PyTorch and under zeroshard.
+
+The reference is one process that sees every rank's batches one after the other and adds up their gradients,
+divided by ranks and micro-batches: the mean over the whole batch. Under bf16 it is the same with a bf16
+copy of the model for compute and fp32 parameters for the update.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.precision import cast_floating
+from zeroshard.testing.ranks import RankPool
+
+__all__ = ["FP32_TOLERANCE", "BF16_TOLERANCE", "Difference", "assert_parity", "measure_parity"]
+
+FP32_TOLERANCE = 1e-6
+BF16_TOLERANCE = 1e-2
+"""Largest difference relative to the parameter's scale. Averaging over ranks in bf16 rounds each gradient once
+more, by up to 2^-8 of it; with `communication_data_type: fp32` the fp32 tolerance holds."""
+
+ModelFn = Callable[[], nn.Module]
+BatchFn = Callable[[int, int, int], Any]
+LossFn = Callable[[Any], Tensor]
+OptimizerFn = Callable[[nn.Module], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The parameter that differs most from the reference."""
+
+    parameter: str
+    relative: float
+    """max |p - reference| / max(1, max |reference|)."""
+    steps: int
+    losses: tuple[float, ...]
+    """Mean loss of each step under zeroshard."""
+    reference_losses: tuple[float, ...]
+
+
+def assert_parity(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    config: Mapping[str, Any],
+    *,
+    optimizer_fn: OptimizerFn | None = None,
+    loss_fn: LossFn | None = None,
+    ranks: int = 2,
+    steps: int = 5,
+    tolerance: float | None = None,
+    pool: RankPool | None = None,
+) -> Difference:
+    """Train under plain PyTorch and under zeroshard; AssertionError when parameters differ too much.
+
+    Args:
+        model_fn: makes the model; called under a fixed seed. All functions must be importable (defined at the
+            top level of a module), since they run in worker processes.
+        batch_fn: `(step, micro_batch, rank) -> inputs` of one forward: a tensor, a tuple of positional or a
+            dict of keyword arguments. The same call must give the same data in every process.
+        config: the DeepSpeed config; its gradient_accumulation_steps, clipping and bf16 are mirrored.
+        optimizer_fn: makes the optimizer from the model; default AdamW(lr=1e-3).
+        loss_fn: from the model's output to a scalar; default: the output itself, its `.loss` or `["loss"]`.
+        ranks: worker processes. `pool` reuses one that exists.
+        tolerance: default `FP32_TOLERANCE`, or `BF16_TOLERANCE` when the config says bf16.
+
+    Returns the largest difference found.
+    """
+    difference = measure_parity(
+        model_fn, batch_fn, config, optimizer_fn=optimizer_fn, loss_fn=loss_fn, ranks=ranks, steps=steps, pool=pool
+    )
+    limit = tolerance if tolerance is not None else (BF16_TOLERANCE if _is_bf16(config) else FP32_TOLERANCE)
+    if not difference.relative <= limit:
+        raise AssertionError(
+            f"after {steps} steps on {ranks} ranks, parameter {difference.parameter!r} differs from plain PyTorch "
+            f"by {difference.relative:.3g} of its scale (limit {limit:g}), with config {json.dumps(dict(config))}"
+        )
+    return difference
+
+
+def measure_parity(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    config: Mapping[str, Any],
+    *,
+    optimizer_fn: OptimizerFn | None = None,
+    loss_fn: LossFn | None = None,
+    ranks: int = 2,
+    steps: int = 5,
+    pool: RankPool | None = None,
+    timeout: float = 300.0,
+) -> Difference:
+    """As `assert_parity`, without the judgement."""
+    own = RankPool(ranks) if pool is None else pool
+    try:
+        args = (model_fn, batch_fn, dict(config), optimizer_fn or _adamw, loss_fn or _loss_of, steps)
+        return own.run(_compare, *args, timeout=timeout)[0]  # type: ignore[no-any-return]
+    finally:
+        if pool is None:
+            own.close()
+
+
+def _compare(
+    rank: int,
+    world: int,
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    config: Mapping[str, Any],
+    optimizer_fn: OptimizerFn,
+    loss_fn: LossFn,
+    steps: int,
+) -> Difference:
+    torch.manual_seed(0)
+    reference = model_fn()
+    model = copy.deepcopy(reference)
+    masters, losses = _train_engine(model, batch_fn, config, optimizer_fn, loss_fn, steps, rank, world)
+    accumulation = int(config.get("gradient_accumulation_steps", 1))
+    clipping = float(config.get("gradient_clipping", 1.0))
+    reference_losses = train_reference(
+        reference, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, _is_bf16(config)
+    )
+    name, relative = _largest(masters, reference)
+    return Difference(
+        parameter=name,
+        relative=relative,
+        steps=steps,
+        losses=tuple(losses),
+        reference_losses=tuple(reference_losses),
+    )
+
+
+def _train_engine(
+    model: nn.Module,
+    batch_fn: BatchFn,
+    config: Mapping[str, Any],
+    optimizer_fn: OptimizerFn,
+    loss_fn: LossFn,
+    steps: int,
+    rank: int,
+    world: int,
+) -> tuple[dict[str, Tensor], list[float]]:
+    from zeroshard.initialization import initialize
+
+    engine, _, _, _ = initialize(model=model, optimizer=optimizer_fn(model), config=dict(config))
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = loss_fn(_call(engine, batch_fn(step, micro, rank)))
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach())
+        losses.append(total / engine.gradient_accumulation_steps())
+    masters = {name: engine.full_fp32(parameter) for name, parameter in model.named_parameters()}
+    engine.close()
+    return masters, losses
+
+
+def train_reference(
+    model: nn.Module,
+    batch_fn: BatchFn,
+    optimizer_fn: OptimizerFn,
+    loss_fn: LossFn,
+    steps: int,
+    world: int,
+    accumulation: int,
+    clipping: float,
+    bf16: bool,
+) -> list[float]:
+    """Train `model` in this process on all ranks' batches; the losses of each step, averaged."""
+    optimizer = optimizer_fn(model)
+    compute = copy.deepcopy(model).bfloat16() if bf16 else model
+    if bf16:
+        _keep_buffers(compute, model)
+    pairs = list(zip(model.parameters(), compute.parameters(), strict=True))
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            for rank in range(world):
+                inputs = batch_fn(step, micro, rank)
+                loss = loss_fn(_call(compute, cast_floating(inputs, torch.bfloat16) if bf16 else inputs))
+                (loss / accumulation).backward()
+                total += float(loss.detach()) / accumulation
+                if bf16:
+                    _collect(pairs)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / world)
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        if bf16:
+            with torch.no_grad():
+                for master, copy_ in pairs:
+                    copy_.copy_(master)
+        losses.append(total / world)
+    return losses
+
+
+def _collect(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Add the bf16 copy's gradients to the fp32 parameters'."""
+    for master, compute in pairs:
+        if compute.grad is not None:
+            gradient = compute.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            compute.grad = None
+
+
+def _keep_buffers(compute: nn.Module, model: nn.Module) -> None:
+    """zeroshard does not cast buffers, so the reference does not either."""
+    for theirs, ours in zip(compute.modules(), model.modules(), strict=True):
+        for name, buffer in ours._buffers.items():
+            theirs._buffers[name] = None if buffer is None else buffer.clone()
+
+
+def _largest(masters: Mapping[str, Tensor], reference: nn.Module) -> tuple[str, float]:
+    worst, relative = "", 0.0
+    for name, expected in reference.named_parameters():
+        if not expected.numel():
+            continue
+        scale = max(1.0, float(expected.detach().abs().max()))
+        value = float((masters[name].double() - expected.detach().double()).abs().max()) / scale
+        if not value <= relative or not worst:  # NaN is the worst of all
+            worst, relative = name, value
+    return worst, relative
+
+
+def _call(model: Callable[..., Any], inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"the model's output ({type(output).__name__}) is not a scalar loss; pass loss_fn")
+    return loss
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _is_bf16(config: Mapping[str, Any]) -> bool:
+    section = config.get("bf16") or {}
+    return bool(section.get("enabled", False))
