@@ -4,8 +4,22 @@ Read `seam.py` first (the protocol), then `choose.py` (which implementation a gr
 """
 
 from zeroshard.comm.choose import open_collectives
+from zeroshard.comm.counting import CountingCollectives, Traffic
+from zeroshard.comm.fake import FakeCollectives
 from zeroshard.comm.local import LocalCollectives
 from zeroshard.comm.seam import Collectives, Done, Work
+from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
 
-__all__ = ["Collectives", "Done", "LocalCollectives", "TorchCollectives", "Work", "open_collectives"]
+__all__ = [
+    "Collectives",
+    "CountingCollectives",
+    "Done",
+    "FakeCollectives",
+    "LocalCollectives",
+    "SharedMemoryCollectives",
+    "TorchCollectives",
+    "Traffic",
+    "Work",
+    "open_collectives",
+]

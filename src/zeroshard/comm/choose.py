@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm.local import LocalCollectives
+from zeroshard.comm.rendezvous import Listener, Offer, connect_all
 from zeroshard.comm.seam import Collectives
+from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
 
 __all__ = ["open_collectives"]
+
+_LOG = logging.getLogger("zeroshard")
+_CONNECT_TIMEOUT = 60.0  # seconds
+_DEFAULT_TIMEOUT = 1800.0  # seconds; torch's own default
+
+_T = TypeVar("_T")
 
 
 def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
     """Collectives of `group` for tensors on `device`; a call that all ranks of the group make together.
 
     `None` stands for the default group, or for a single rank when torch.distributed is not initialised.
+    One rank: no communication. CPU ranks of one Linux host: shared memory. Anything else, or when
+    ZEROSHARD_SHARED_MEMORY=0 is set on any rank: torch.distributed. If a rank that could use shared memory
+    fails to, all ranks fall back together and rank 0 logs one warning.
+
     Raises `CommError` when this process is not in the group.
     """
     if group is None:
@@ -23,6 +40,68 @@ def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> C
             return LocalCollectives()
         group = dist.group.WORLD
         assert group is not None
-    if dist.get_world_size(group) == 1:
+    carried_by_torch = TorchCollectives(group)  # also checks that this rank is a member
+    if carried_by_torch.size == 1:
         return LocalCollectives()
-    return TorchCollectives(group)
+    if device.type == "cpu":
+        return _open_shared_memory(group, carried_by_torch.rank) or carried_by_torch
+    return carried_by_torch
+
+
+def _open_shared_memory(group: dist.ProcessGroup, rank: int) -> SharedMemoryCollectives | None:
+    listener = Listener()
+    try:
+        offers = _exchange(listener.offer, group)
+        if not _agree(rank, offers):
+            return None
+        connections: Sequence[socket.socket | None] = ()
+        failure = ""
+        try:
+            connections = connect_all(rank, offers, listener, _CONNECT_TIMEOUT)
+        except OSError as error:
+            failure = f"a rank could not connect: {error}"
+        failures = _exchange(failure, group)
+        if any(failures):
+            for connection in connections:
+                if connection is not None:
+                    connection.close()
+            _agree(rank, [Offer(reason) for reason in failures])
+            return None
+    finally:
+        listener.close()
+    return SharedMemoryCollectives(rank, dist.get_process_group_ranks(group), connections, _timeout_of(group))
+
+
+def _agree(rank: int, offers: Sequence[Offer]) -> bool:
+    """Whether all ranks can; every rank decides from the same offers, rank 0 says why not."""
+    refusals = [(r, offer) for r, offer in enumerate(offers) if offer.reason]
+    if not refusals:
+        same_host = all(offer.fingerprint == offers[0].fingerprint for offer in offers)
+        if not same_host and rank == 0:
+            _LOG.debug("CPU ranks on several hosts (or containers): collectives go through torch.distributed")
+        return same_host
+    if rank == 0:
+        refusing, offer = refusals[0]
+        level = logging.DEBUG if all(o.expected for _, o in refusals) else logging.WARNING
+        _LOG.log(
+            level,
+            "no shared memory between the CPU ranks of this host, because on rank %d of the group %s; "
+            "collectives go through gloo, which takes 3 to 7 times as long",
+            refusing,
+            offer.reason,
+        )
+    return False
+
+
+def _exchange(value: _T, group: dist.ProcessGroup) -> list[_T]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """The group's own time-out in seconds, which torch keeps in the options of its backend."""
+    try:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT

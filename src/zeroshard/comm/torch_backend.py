@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.arguments import check_flat, check_shard_of, is_same_memory, slice_of_rank
+from zeroshard.comm.reduction import check_reducible
 from zeroshard.comm.seam import Work
 from zeroshard.errors import CommError, RankLostError
 
@@ -92,6 +93,7 @@ class TorchCollectives:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         check_shard_of("reduce_scatter", shard, full, self._size)
+        check_reducible("reduce_scatter", full)
         if self._backend(full) == "gloo":
             own = slice_of_rank(full, self._rank, self._size)
 
@@ -113,6 +115,7 @@ class TorchCollectives:
 
     def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
         check_flat("all_reduce", tensor)
+        check_reducible("all_reduce", tensor)
         op, divide = self._reduction(tensor, average)
         return self._launch(
             "all_reduce",

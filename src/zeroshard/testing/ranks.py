@@ -325,7 +325,7 @@ def _call(request: bytes, rank: int, world: int) -> Any:
 def _answer(pipe: Connection, call: Callable[[], Any]) -> None:
     try:
         outcome = Outcome(value=call())
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # pytest's failures and SystemExit as well: the worker serves on
         outcome = Outcome(error=traceback.format_exc(), exception=_picklable(error))
     try:
         answer = pickle.dumps(outcome)

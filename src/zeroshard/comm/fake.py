@@ -1,0 +1,65 @@
+"""A seam that moves nothing: for planning at sizes nobody has, and for tests of what the engine asks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.arguments import check_flat, check_shard_of
+from zeroshard.comm.seam import Done, Work
+
+__all__ = ["FakeCollectives"]
+
+_DONE = Done()
+
+
+class FakeCollectives:
+    """`Collectives` as rank `rank` of `size` that records calls and touches no data.
+
+    `calls` has (verb, numel, dtype) in launch order, numel being that of the longest tensor (`full`). It
+    works under FakeTensorMode: no tensor is read, `sum_to_host` answers `size` for each value.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not in a group of {size}: 0 <= rank < size")
+        self._rank = rank
+        self._size = size
+        self.calls: list[tuple[str, int, torch.dtype]] = []
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+        check_shard_of("all_gather", shard, full, self._size)
+        self.calls.append(("all_gather", full.numel(), full.dtype))
+        return _DONE
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
+        check_shard_of("reduce_scatter", shard, full, self._size)
+        self.calls.append(("reduce_scatter", full.numel(), full.dtype))
+        return _DONE
+
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
+        check_flat("all_reduce", tensor)
+        self.calls.append(("all_reduce", tensor.numel(), tensor.dtype))
+        return _DONE
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        check_flat("broadcast", tensor)
+        self.calls.append(("broadcast", tensor.numel(), tensor.dtype))
+
+    def sum_to_host(self, values: Tensor) -> list[float]:
+        self.calls.append(("sum_to_host", values.numel(), values.dtype))
+        return [float(self._size)] * values.numel()
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def close(self) -> None:
+        return None
