@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.config.keys import BY_PATH, SECTIONS, TABLE
+from zeroshard.config.keys import BY_PATH, SECTIONS, TABLE, tree_fields
 from zeroshard.config.problems import Finding, shown
-from zeroshard.config.scalars import plain
+from zeroshard.config.scalars import FrozenMapping, plain
 
 __all__ = ["Canonical", "canonical", "canonical_path"]
 
@@ -87,10 +87,15 @@ def _boolean_stage(data: dict[str, Any], notes: list[str]) -> None:
 def _drop_null_sections(data: dict[str, Any], prefix: str) -> None:
     for name in list(data):
         path = canonical_path(prefix + name)
-        if data[name] is None and path in SECTIONS:
+        if data[name] is None and (path in SECTIONS or _is_open(path)):
             del data[name]
         elif isinstance(data[name], dict):
             _drop_null_sections(data[name], f"{path}.")
+
+
+def _is_open(path: str) -> bool:
+    field = tree_fields().get(path)
+    return field is not None and field.annotation is FrozenMapping
 
 
 def _move(

@@ -44,9 +44,9 @@ class AutoFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unknown:
-    """Stands for a value that cannot be resolved; says which facts would."""
+    """Stands for a value that cannot be resolved; says what would."""
 
-    needs: str
+    cure: str
 
 
 class _Default:
@@ -60,7 +60,7 @@ _DEFAULT = _Default()
 def _fact(name: str) -> Rule:
     def rule(facts: AutoFacts) -> Any:
         value = getattr(facts, name)
-        return _Unknown(needs=name) if value is None else value
+        return _Unknown(cure=f"needs {name}") if value is None else value
 
     return rule
 
@@ -72,14 +72,14 @@ def _sized(of_hidden: Callable[[int], int], default: int, *, bounded: bool = Tru
         if facts.num_parameters is not None:
             # A bucket beyond the model's size would only cost memory.
             return min(default, facts.num_parameters) if bounded else default
-        return _Unknown(needs="hidden_size or num_parameters")
+        return _Unknown(cure="needs hidden_size or num_parameters")
 
     return rule
 
 
 def _enabled(precision: str) -> Rule:
     def rule(facts: AutoFacts) -> Any:
-        return _Unknown(needs="precision") if facts.precision is None else facts.precision == precision
+        return _Unknown(cure="needs precision") if facts.precision is None else facts.precision == precision
 
     return rule
 
@@ -89,13 +89,13 @@ _RULES: dict[str, Rule] = {
     f"{_ZERO}.reduce_bucket_size": _sized(lambda hidden: hidden * hidden, 500_000_000),
     f"{_ZERO}.stage3_prefetch_bucket_size": _sized(lambda hidden: int(0.9 * hidden * hidden), 50_000_000),
     f"{_ZERO}.stage3_param_persistence_threshold": _sized(lambda hidden: 10 * hidden, 100_000, bounded=False),
-    f"{_ZERO}.stage": lambda facts: _Unknown(needs="no fact can; write 0, 1, 2 or 3"),
-    "optimizer.type": lambda facts: _Unknown(needs="no fact can; write a name such as AdamW"),
+    f"{_ZERO}.stage": lambda facts: _Unknown(cure="no fact says this; write 0, 1, 2 or 3"),
+    "optimizer.type": lambda facts: _Unknown(cure="no fact says this; write a name such as AdamW"),
     "optimizer.params.lr": _fact("lr"),
     "optimizer.params.betas": _fact("betas"),
     "optimizer.params.eps": _fact("eps"),
     "optimizer.params.weight_decay": _fact("weight_decay"),
-    "scheduler.type": lambda facts: _Unknown(needs="no fact can; write a name such as WarmupLR"),
+    "scheduler.type": lambda facts: _Unknown(cure="no fact says this; write a name such as WarmupLR"),
     "scheduler.params.warmup_min_lr": lambda facts: 0,
     "scheduler.params.warmup_max_lr": _fact("lr"),
     "scheduler.params.warmup_num_steps": _fact("warmup_steps"),
@@ -136,7 +136,7 @@ def resolve_auto(
     _resolve_batch_keys(data, walk)
     _resolve_section(data, "", walk)
     if walk.unknown and strict:
-        lines = "".join(f"\n  {path}: needs {needs}" for path, needs in walk.unknown.items())
+        lines = "".join(f"\n  {path}: {cure}" for path, cure in walk.unknown.items())
         raise ConfigError(
             f'{source}: "auto" must be resolved before training, and nothing given says how; '
             f"write a value, or pass the fact in AutoFacts{lines}"
@@ -158,7 +158,7 @@ def _resolve_batch_keys(data: dict[str, Any], walk: _Walk) -> None:
     if auto and all(data.get(key) is None for key in (TOTAL, MICRO)):
         for key in auto:
             if any(data.get(other) is None for other in determined[key]) and key != STEPS:
-                walk.unknown[key] = "micro_batch_size"
+                walk.unknown[key] = "needs micro_batch_size"
     micro, steps, world = data.get(MICRO), data.get(STEPS), walk.facts.world
     if TOTAL in auto and isinstance(micro, int) and isinstance(steps, int) and world is not None:
         data[TOTAL] = micro * steps * world
@@ -178,7 +178,7 @@ def _resolve_section(section: dict[str, Any], prefix: str, walk: _Walk) -> None:
             else:
                 section[name] = list(resolved) if isinstance(resolved, tuple) else resolved
             if isinstance(resolved, _Unknown):
-                walk.unknown[path] = resolved.needs
+                walk.unknown[path] = resolved.cure
 
 
 def _known(path: str) -> bool:

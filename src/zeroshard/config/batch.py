@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["BatchPlan", "nearest_batch", "resolve_batch"]
+__all__ = ["BatchPlan", "nearest_batches", "resolve_batch"]
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -103,65 +103,63 @@ def _complete(total: int | None, micro: int | None, gas: int | None, world: int)
     return total, micro, total // (micro * world) if gas is None else gas
 
 
-def nearest_batch(total: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int, int]:
-    """The valid (total, micro, gas) nearest to `total`; `micro` and `gas` are kept where given.
+def nearest_batches(
+    total: int, micro: int | None, gas: int | None, world: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Valid (total, micro, gas) near to what was asked for.
 
-    >>> nearest_batch(30, 4, None, 2)
-    (32, 4, 4)
+    The first keeps `micro` and `gas` where given and has the nearest total; the second, if `total` can be
+    divided by `world`, keeps the total.
+
+    >>> nearest_batches(30, 4, None, 2)
+    ((32, 4, 4), (30, 5, 3))
     """
     unit = (micro or 1) * (gas or 1) * world
-    if micro is not None and gas is not None:
-        return unit, micro, gas
     # Of two equally near totals the larger: it uses the samples that were asked for.
-    count = max(1, math.floor(total / unit + 0.5))
-    return (
-        unit * count,
-        micro or (count if gas is not None or micro is None else 1),
-        gas or (count if micro is not None else 1),
-    )
+    count = 1 if micro and gas else max(1, (2 * total + unit) // (2 * unit))
+    first = (unit * count, micro or count, gas or (count if micro else 1))
+    if total % world:
+        return (first,)
+    per_rank = total // world
+    if micro and gas and per_rank % micro and per_rank % gas == 0:
+        return first, (total, per_rank // gas, gas)
+    if micro:
+        fit = _nearest_divisor(per_rank, micro)
+        return first, (total, fit, per_rank // fit)
+    fit = _nearest_divisor(per_rank, gas or 1)
+    return first, (total, per_rank // fit, fit)
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` that is nearest to `wanted`; of two equally near ones the smaller."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    divisors = sorted({*small, *(number // divisor for divisor in small)})
+    return min(divisors, key=lambda divisor: abs(divisor - wanted))
 
 
 def _refuse(given: dict[str, int | None], world: int, world_origin: str, source: str) -> NoReturn:
     total, micro, gas = given[TOTAL], given[MICRO], given[STEPS]
     assert total is not None
-    lines = "".join(
+    values = "".join(
         f"\n  {name} = {'not given (to be derived)' if value is None else f'{value} (from {source})'}"
         for name, value in given.items()
     )
-    product = (micro or 1) * (gas or 1) * world
-    if micro is not None and gas is not None:
-        broken = f"{micro} * {gas} * {world} = {product}, not {total}"
-    else:
-        parts = " * ".join(str(part) for part in (micro, gas, world) if part is not None)
-        broken = f"{total} cannot be divided by {parts}" + (f" = {product}" if " * " in parts else "")
+    known = [part for part in (micro, gas, world) if part is not None]
+    product = " * ".join(str(part) for part in known) + (f" = {math.prod(known)}" if len(known) > 1 else "")
+    broken = f"{product}, not {total}" if micro and gas else f"{total} cannot be divided by {product}"
+    cures = []
+    for choice in nearest_batches(total, micro, gas, world):
+        changes = [
+            f"set {name} to {new}"
+            for (name, old), new in zip(given.items(), choice, strict=True)
+            if old is not None and old != new
+        ]
+        cures.append(f"{' and '.join(changes)} ({choice[1]} * {choice[2]} * {world} = {choice[0]})")
+    if micro and gas and total % (micro * gas) == 0:
+        ranks = total // (micro * gas)
+        cures.append(f"start {ranks} ranks, which these three values fit (was the launcher used?)")
     raise ConfigError(
-        f"{source}: the batch sizes do not fit{lines}\n  world size = {world} (from {world_origin})\n"
+        f"{source}: the batch sizes do not fit{values}\n  world size = {world} (from {world_origin})\n"
         f"rule: {TOTAL} = {MICRO} * {STEPS} * world size, and {broken}\n"
-        f"cure: {'; or '.join(_cures(total, micro, gas, world))}"
+        f"cure: {'; or '.join(cures)}"
     )
-
-
-def _cures(total: int, micro: int | None, gas: int | None, world: int) -> list[str]:
-    near_total, near_micro, near_gas = nearest_batch(total, micro, gas, world)
-    result = f"({near_micro} * {near_gas} * {world})"
-    cures = [f"set {TOTAL} to {near_total} {result}"]
-    if total % world == 0:
-        per_rank = total // world
-        if micro is not None and gas is not None and per_rank % micro == 0:
-            cures.append(f"keep {TOTAL} {total} and set {STEPS} to {per_rank // micro}")
-        elif micro is not None:
-            fits = _nearest_divisor(per_rank // gas if gas and per_rank % gas == 0 else per_rank, micro)
-            steps = gas if gas and per_rank == fits * gas else per_rank // fits
-            cures.append(f"keep {TOTAL} {total} and set {MICRO} to {fits} and {STEPS} to {steps}")
-        elif gas is not None:
-            cures.append(f"keep {TOTAL} {total} and set {STEPS} to {_nearest_divisor(per_rank, gas)}")
-    unit = (micro or 1) * (gas or 1)
-    if total % unit == 0 and micro is not None and gas is not None:
-        cures.append(f"these three values fit {total // unit} ranks: was the run started with its launcher?")
-    return cures
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` that is nearest to `wanted`; of two equally near ones the smaller."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return min(sorted({*small, *(number // d for d in small)}), key=lambda divisor: abs(divisor - wanted))

@@ -173,7 +173,7 @@ def _cure(given: GivenKey) -> str:
     if given.path == "optimizer.type":
         return "choose AdamW, Adam, SGD or another elementwise class of torch.optim"
     if given.path == "scheduler.type":
-        return "remove the scheduler section"
+        return "remove it, with the section"
     if given.default is None or given.key is None or isinstance(given.value, dict):
         return "remove it"
     plain_default = isinstance(given.default, (bool, int, float, str))

@@ -19,6 +19,7 @@ __all__ = [
     "Bool",
     "DType",
     "Float",
+    "FloatOrAuto",
     "FrozenMapping",
     "Int",
     "IntOrAuto",
@@ -129,7 +130,11 @@ def _period(value: Any) -> int | None:
 
 
 def _integer_or_auto(value: Any) -> int | str:
-    return value if value == "auto" else _integer(1)(value)
+    return "auto" if value == "auto" else _integer(1)(value)
+
+
+def _real_or_auto(value: Any) -> float | str:
+    return "auto" if value == "auto" else _real()(value)
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -168,6 +173,7 @@ Float = Annotated[float, BeforeValidator(_real())]
 NonNegativeFloat = Annotated[float, BeforeValidator(_real(0))]
 PositiveFloat = Annotated[float, BeforeValidator(_real(0, above=True))]
 IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_integer_or_auto)]
+FloatOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_real_or_auto)]
 Ratio = Annotated[float, BeforeValidator(_real(0, 1))]
 Bool = Annotated[bool, BeforeValidator(_boolean)]
 Stage = Annotated[int, BeforeValidator(_stage)]

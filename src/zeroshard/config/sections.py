@@ -11,7 +11,9 @@ from zeroshard.config.scalars import (
     Bool,
     DType,
     Float,
+    FloatOrAuto,
     Int,
+    IntOrAuto,
     NonNegativeFloat,
     NonNegativeInt,
     Params,
@@ -66,7 +68,7 @@ class ActivationCheckpointing(Section):
 class Pipeline(Section):
     """`pipeline`."""
 
-    stages: int | str = "auto"
+    stages: IntOrAuto = "auto"
     partition: str = "best"
     seed_layers: Bool = False
     activation_checkpoint_interval: NonNegativeInt = 0
@@ -330,8 +332,8 @@ class ExpertParallel(Section):
     score_apply: Literal["auto", "pre", "post"] = "auto"
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = "auto"
     score_func: Literal["auto", "softmax", "sigmoid"] = "auto"
-    top_k: int | Literal["auto"] = "auto"
-    routed_scaling_factor: float | Literal["auto"] = "auto"
+    top_k: IntOrAuto = "auto"
+    routed_scaling_factor: FloatOrAuto = "auto"
     num_expert_groups: PositiveInt | None = None
     num_limited_groups: PositiveInt | None = None
     load_balance_coeff: None = None

@@ -13,6 +13,16 @@ Row = str | tuple[str, str, Any]
 """A meaning; below an open section, which has no fields, `(meaning, type, default)`."""
 
 
+_PHRASES = {
+    "used": "used by {}",
+    "no effect": "no effect here, because {}",
+    "not yet": "not yet ({})",
+    "refused": "refused, because {}",
+    "alias": "another name of {}",
+    "deprecated": "old name of {}",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """What this release does with a key."""
@@ -22,8 +32,7 @@ class Status:
     """used: the consumer. no effect, refused: the reason. not yet: the work it waits for. alias: the key."""
 
     def __str__(self) -> str:
-        joint = {"used": "by", "no effect": "here, because", "not yet": "waits for", "refused": "because"}
-        return f"{self.kind} {joint.get(self.kind, 'of')} {self.text}"
+        return _PHRASES[self.kind].format(self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
