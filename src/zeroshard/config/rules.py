@@ -1,0 +1,180 @@
+"""The rules that join several keys, and what of a config this release can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zeroshard.config.keys import GivenKey, asks, given_keys, parameter_keys, switch_of
+from zeroshard.config.nearest import closest
+from zeroshard.config.optimizer import torch_name, unsupported
+from zeroshard.config.problems import Finding, shown
+from zeroshard.config.status import Status
+from zeroshard.config.tree import Config
+from zeroshard.errors import ConfigError, NotYetError
+
+__all__ = ["combination_findings", "no_effect_notes", "require_supported"]
+
+_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_NOT_OF_SGD = {
+    "adam_w_mode",
+    "amsgrad",
+    "betas",
+    "bias_correction",
+    "eps",
+    "fp32_optimizer_states",
+    "set_grad_none",
+    "torch_adam",
+}
+
+
+def combination_findings(config: Config) -> Iterator[Finding]:
+    """What single values do not show: keys that exclude or need one another."""
+    yield from _precision(config)
+    yield from _offload(config)
+    yield from _parameters(config, "optimizer")
+    yield from _parameters(config, "scheduler")
+
+
+def _precision(config: Config) -> Iterator[Finding]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield Finding(
+            path="fp16.enabled",
+            value=True,
+            rule="bf16.enabled is true too, and a model computes in one dtype",
+            cure="set one of the two to false",
+        )
+        return
+    dtype = config.data_types.param_dtype
+    if dtype is not None and dtype != config.compute_dtype:
+        yield Finding(
+            path="data_types.param_dtype",
+            value=dtype,
+            rule=f"the fp16 and bf16 sections make the parameters {config.compute_dtype}",
+            cure=f"enable {dtype}, or remove param_dtype" if dtype != "fp32" else "remove param_dtype",
+        )
+
+
+def _offload(config: Config) -> Iterator[Finding]:
+    zero = config.zero_optimization
+    for name, device, path, least in (
+        ("offload_param", zero.offload_param.device, zero.offload_param.nvme_path, 3),
+        (
+            "offload_optimizer",
+            zero.offload_optimizer.device,
+            zero.offload_optimizer.nvme_path,
+            3 if zero.offload_optimizer.device == "nvme" else 1,
+        ),
+    ):
+        if device == "none":
+            continue
+        key = f"zero_optimization.{name}.device"
+        if zero.stage < least:
+            rule = f"needs zero_optimization.stage {least} or more, and the stage is {zero.stage}"
+            yield Finding(path=key, value=device, rule=rule, cure=f"set stage to {least}, or device to none")
+        if device == "nvme" and path is None:
+            rule = f"needs zero_optimization.{name}.nvme_path"
+            yield Finding(path=key, value=device, rule=rule, cure="name a directory on the NVMe drive")
+
+
+def _parameters(config: Config, section: str) -> Iterator[Finding]:
+    type_: str | None = getattr(config, section).type
+    rows = parameter_keys(section, None if type_ is None else torch_name(type_))
+    names: set[str] | None = None
+    if section == "optimizer" and type_ is not None and torch_name(type_) in ("Adam", "AdamW", "SGD"):
+        names = set(rows) - (_NOT_OF_SGD if torch_name(type_) == "SGD" else set())
+    if type_ in _SCHEDULES:
+        names = {name for name, key in rows.items() if "(" in key.path} | {"last_batch_iteration"}
+    for name, value in getattr(config, section).params.items():
+        path = f"{section}.params.{name}"
+        if section == "optimizer" and name == "max_grad_norm":
+            cure = f"remove it and write gradient_clipping: {shown(value)} at the top level"
+            yield Finding(path=path, value=value, rule="the norm is not an optimizer's matter", cure=cure)
+        elif names is not None and name not in names:
+            near = closest(name, names)
+            cure = (
+                f"did you mean {section}.params.{near}?"
+                if near
+                else f"{type_} has {', '.join(sorted(names))}"
+            )
+            yield Finding(path=path, value=value, rule=f"{type_} has no such key", cure=cure, unknown=True)
+        elif name in rows:
+            yield from _parameter_value(path, value, rows[name].type or "")
+
+
+def _parameter_value(path: str, value: Any, type_: str) -> Iterator[Finding]:
+    if type_ == "bool" and not isinstance(value, bool) and value is not None:
+        yield Finding(path=path, value=value, rule="must be true or false", cure="write true or false")
+    numeric = type_ in ("int", "float", "float|list")
+    if numeric and isinstance(value, (str, bool)):
+        cure = "remove the quotes" if isinstance(value, str) else "write a number"
+        yield Finding(path=path, value=value, rule="must be a number", cure=cure)
+    if type_ == "[float,float]" and not (
+        isinstance(value, tuple) and len(value) == 2 and not any(isinstance(v, (str, bool)) for v in value)
+    ):
+        yield Finding(path=path, value=value, rule="must be a list of two numbers", cure="write [0.9, 0.999]")
+
+
+def no_effect_notes(config: Config) -> Iterator[str]:
+    """One line for each key that asks for something and has no effect here."""
+    for given in given_keys(config):
+        key = given.key
+        if key is None or key.status.kind != "no effect" or not asks(key, given.value, given.default):
+            continue
+        if switch_of(config, given.path)[0]:
+            yield f"{given.path} = {shown(given.value)} has no effect here, because {key.status.text}"
+
+
+def require_supported(config: Config) -> None:
+    """Return if this release can do all that `config` asks for.
+
+    Raises:
+        NotYetError: it asks for something that is known and not there yet.
+        ConfigError: it asks for something that is refused for good (what is not yet there is listed too).
+    """
+    findings = list(_unsupported_keys(config))
+    if not findings:
+        return
+    kind = ConfigError if any(status.kind == "refused" for status, _ in findings) else NotYetError
+    if len(findings) == 1:
+        raise kind(f"{config.source}: {findings[0][1]}")
+    lines = "".join(f"\n  {text}" for _, text in findings)
+    raise kind(f"{config.source}: {len(findings)} keys ask for what this release does not do{lines}")
+
+
+def _unsupported_keys(config: Config) -> Iterator[tuple[Status, str]]:
+    for given in given_keys(config):
+        status = _unsupported_status(config, given)
+        if status is not None:
+            reason = "not in this release" if status.kind == "not yet" else "refused"
+            yield status, f"{given.path} = {shown(given.value)}: {reason} ({status.text}); {_cure(given)}"
+
+
+def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
+    key = given.key
+    if given.path == "optimizer.type" and given.value is not None:
+        return unsupported(given.value)
+    if key is None or not asks(key, given.value, given.default):
+        return None
+    on, switches = switch_of(config, given.path)
+    # Of a section that is off nothing is asked; of one whose switch is reported, the switch is enough.
+    if not on or any(switch.status.kind in ("not yet", "refused") for switch in switches):
+        return None
+    if key.path.startswith("optimizer.params (") and unsupported(config.optimizer.type or "") is not None:
+        return None
+    if key.status.kind in ("not yet", "refused"):
+        return key.status
+    if key.supported is not None and given.value not in key.supported:
+        return Status(kind="not yet", text=f"only {shown(list(key.supported))[1:-1]} works so far")
+    return None
+
+
+def _cure(given: GivenKey) -> str:
+    if given.path == "optimizer.type":
+        return "choose AdamW, Adam, SGD or another elementwise class of torch.optim"
+    if given.path == "scheduler.type":
+        return "remove it, with the section"
+    if given.default is None or given.key is None or isinstance(given.value, dict):
+        return "remove it"
+    plain_default = isinstance(given.default, (bool, int, float, str))
+    return f"remove it or set it to {shown(given.default)}" if plain_default else "remove it"

@@ -1,0 +1,1 @@
+"""Tests of `zeroshard.config`. A package, so that its files may have the names of other tests."""

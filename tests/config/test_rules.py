@@ -1,0 +1,271 @@
+"""What goes together, what this release does not do yet, and what is said about keys without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard.config import parse, require_supported
+from zeroshard.config.keys import TABLE
+from zeroshard.errors import ConfigError, NotYetError
+
+DATA = Path(__file__).parent / "data" / "configs"
+ASK_TOO_MUCH = {"fp16_skeleton", "qwen7b_zero3_cpu_offload", "zero3_production_with_comments"}
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def refusal(config: dict[str, Any]) -> tuple[type[Exception], str]:
+    tree = parse(config)
+    with pytest.raises(ConfigError) as caught:
+        require_supported(tree)
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
+def test_published_configs(path: Path) -> None:
+    config = parse(path)
+    if path.stem not in ASK_TOO_MUCH:
+        require_supported(config)
+        return
+    with pytest.raises(NotYetError) as caught:
+        require_supported(config)
+    assert str(path) in str(caught.value)
+    assert "remove it or set it to" in str(caught.value)
+
+
+def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
+    kind, message = refusal(
+        {
+            "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 5},
+            "wall_clock_breakdown": True,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        }
+    )
+    assert kind is NotYetError
+    assert "3 keys" in message
+    assert "fp16.enabled = true: not in this release (fp16 training" in message
+    assert "remove it or set it to false" in message
+    assert 'offload_optimizer.device = "cpu"' in message
+    assert "loss_scale =" not in message
+    assert "ratio" not in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 20}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "buffer_count": 9}}},
+        {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
+        {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"sequence_parallel_size": 1},
+        {"aio": {"block_size": 4096}},
+        {"tensorboard": {"enabled": False, "output_path": "runs"}},
+        {"flops_profiler": {"enabled": False, "profile_step": 7}},
+        {"elasticity": {"enabled": False}},
+        {"amp": {"enabled": False, "opt_level": "O1"}},
+        {"compression_training": {}},
+        {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
+        {"timers": {"throughput": {"enabled": False}}},
+        {"wall_clock_breakdown": False, "steps_per_print": 10},
+        {"optimizer": {"type": "AdamW", "params": {"bias_correction": True, "torch_adam": True}}},
+        {"scheduler": {"params": {"warmup_num_steps": 5}}},
+        {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
+        {"optimizer": {"type": "Adagrad"}},
+        {"optimizer": {"type": "SomeFutureOptimizer"}},
+    ],
+    ids=str,
+)
+def test_neutral_values_ask_for_nothing(config: dict[str, Any]) -> None:
+    require_supported(parse(config))
+
+
+NOT_YET = {
+    "managed_gradient_accumulation": False,
+    "memory_breakdown": True,
+    "dump_state": True,
+    "prescale_gradients": True,
+    "gradient_predivide_factor": 2.0,
+    "gradient_allreduce_op": "sum",
+    "torch_autocast.enabled": True,
+    "scheduler.type": "WarmupLR",
+    "bf16.bf16_master_weights_and_grads": True,
+    "data_types.buffer_dtype": "bf16",
+    "activation_checkpointing.cpu_checkpointing": True,
+    "checkpoint.load_universal": True,
+    "checkpoint.writer": {},
+    "zero_optimization.zenflow": {},
+    "zero_optimization.ignore_unused_parameters": False,
+    "zero_optimization.zero_hpz_partition_size": 2,
+    "zero_optimization.zero_quantized_weights": True,
+    "zero_optimization.mics_shard_size": 2,
+    "tensorboard.enabled": True,
+    "flops_profiler.enabled": True,
+    "comms_logger.enabled": True,
+    "autotuning.enabled": True,
+    "compile.deepcompile": True,
+    "sequence_parallel_size": 2,
+    "tensor_parallel.autotp_size": 2,
+    "expert_parallel.enabled": True,
+    "pipeline.activation_checkpoint_interval": 1,
+}
+
+
+@pytest.mark.parametrize("path", NOT_YET)
+def test_not_yet_keys(path: str) -> None:
+    config = nested(path, NOT_YET[path])
+    if path.startswith("bf16."):
+        config["bf16"]["enabled"] = True
+    kind, message = refusal(config)
+    assert kind is NotYetError
+    assert f"dict: {path} = " in message
+    assert "remove it" in message
+
+
+REFUSED = {
+    "sparse_gradients": True,
+    "amp.enabled": True,
+    "nebula.enabled": True,
+    "elasticity.enabled": True,
+    "hybrid_engine.enabled": True,
+    "graph_harvesting": True,
+    "compression_training": {"layer_reduction": {}},
+    "data_efficiency": {"enabled": True},
+    "zero_optimization.legacy_stage1": True,
+    "zero_optimization.grad_hooks": True,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_refused_keys(path: str) -> None:
+    kind, message = refusal(nested(path, REFUSED[path]))
+    assert kind is ConfigError
+    assert "refused (" in message
+
+
+@pytest.mark.parametrize(
+    ("type_", "kind"),
+    [
+        ("Lion", NotYetError),
+        ("Lamb", NotYetError),
+        ("Muon", NotYetError),
+        ("Adafactor", NotYetError),
+        ("OneBitAdam", ConfigError),
+        ("LBFGS", ConfigError),
+        ("SparseAdam", ConfigError),
+        ("MuAdam", ConfigError),
+    ],
+)
+def test_optimizers_that_do_not_work_on_slices(type_: str, kind: type[Exception]) -> None:
+    params = {"lr": 0.1, "momentum": 0.9} if type_ == "Muon" else {"lr": 0.1}
+    raised, message = refusal({"optimizer": {"type": type_, "params": params}})
+    assert raised is kind
+    assert f'optimizer.type = "{type_}"' in message
+    assert "choose AdamW" in message
+    assert "momentum" not in message
+
+
+def test_bias_correction_false_is_not_there_yet() -> None:
+    kind, message = refusal({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}})
+    assert kind is NotYetError
+    assert "optimizer.params.bias_correction = false" in message
+
+
+def test_refused_wins_over_not_yet_and_both_are_listed() -> None:
+    kind, message = refusal({"sparse_gradients": True, "dump_state": True})
+    assert kind is ConfigError
+    assert "sparse_gradients" in message
+    assert "dump_state" in message
+
+
+def other_value(value: Any) -> Any:
+    return (not value) if isinstance(value, bool) else value + 1
+
+
+NO_EFFECT = [key for key in TABLE if key.status.kind == "no effect" and not key.path.startswith("optimizer.")]
+
+
+@pytest.mark.parametrize("key", NO_EFFECT, ids=lambda key: key.path)
+def test_each_key_without_effect_is_one_note_with_the_reason(key: Any) -> None:
+    tree = parse({})
+    default: Any = tree
+    for part in key.path.split("."):
+        default = getattr(default, part)
+    if default is None:
+        value: Any = False if key.path.endswith("overlap_comm") else 30522
+    else:
+        value = other_value(default)
+    config = nested(key.path, value)
+    if key.path.startswith("bf16."):
+        config["bf16"]["enabled"] = True
+    notes = parse(config).notes
+    if value in key.neutral:
+        assert notes == ()
+    else:
+        assert len(notes) == 1
+        assert notes[0].startswith(f"{key.path} = ")
+        assert key.status.text in notes[0]
+    require_supported(parse(config))
+
+
+def test_no_effect_at_its_default_is_silent() -> None:
+    zero = {
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 5e8,
+        "overlap_comm": True,
+    }
+    assert parse({"zero_optimization": zero}).notes == ()
+
+
+def test_no_effect_parameters_of_the_optimizer() -> None:
+    notes = parse({"optimizer": {"type": "Adam", "params": {"set_grad_none": False}}}).notes
+    assert len(notes) == 1
+    assert "optimizer.params.set_grad_none" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            ("offload_param.device", "stage 3"),
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ("offload_optimizer.device", "stage 1"),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            ("offload_param.nvme_path",),
+        ),
+        ({"data_types": {"param_dtype": "bf16"}}, ("data_types.param_dtype", "fp32", "enable bf16")),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.5}}},
+            ("optimizer.params.max_grad_norm", "gradient_clipping: 1.5"),
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-4"}}}, ("optimizer.params.lr", "quotes")),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": 0.9}}},
+            ("optimizer.params.betas", "two numbers"),
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": 1}}},
+            ("optimizer.params.torch_adam", "true or false"),
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}}, ("optimizer.params.betas", "SGD")),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else str(value),
+)
+def test_combinations(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(config)
+    assert all(word in str(caught.value) for word in words), caught.value
