@@ -197,9 +197,10 @@ class Engine(nn.Module):
     def _agree(self) -> float:
         """One small sum over all ranks: the norm, which parameters have a gradient anywhere, and whether
         ranks ran the same gathers. Returns the global gradient norm."""
-        gathers = self._executor.gather_digest
         order = self._executor.reduces.agreed_order()
-        order_digest = digest([Action(Kind.REDUCE, bucket) for bucket in order])
+        # 16 bits of each checksum: their squares add up exactly in float64.
+        gathers = self._executor.gather_digest & 0xFFFF
+        order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order) & 0xFFFF
         flags = [float(i in g.had) for g in self._trained() for i in range(len(g.layout.slots))]
         head = [0.0, gathers, gathers**2, order_digest, order_digest**2]
         vector = torch.tensor([*head, *flags], dtype=torch.float64, device=self.device)

@@ -8,7 +8,8 @@ outermost forward and the start of the next one (or the step): a micro-batch, or
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = ["POINTS", "Action", "Kind", "digest", "format_actions", "parse_actions"]
@@ -65,9 +66,9 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def digest(actions: Sequence[Action], seed: int = 0) -> int:
-    """A 16-bit digest; small enough that ranks can compare it inside a vector of float64."""
+def digest(actions: Iterable[Action], seed: int = 0) -> int:
+    """A 32-bit checksum of a sequence; `digest(b, digest(a))` is that of a followed by b."""
     value = seed
-    for kind, bucket in actions:
-        value = (value * 31 + ord(kind.value[0]) * 7 + bucket + 1) & 0xFFFF
+    for action in actions:
+        value = zlib.crc32(f"{action} ".encode(), value)
     return value
