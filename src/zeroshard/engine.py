@@ -342,6 +342,7 @@ class Engine(nn.Module):
         return predict_memory(
             self.layout,
             self.policy,
+            rank=self._groups.gather.rank,
             state_elements=STATE_ELEMENTS.get(name),
             accumulates=self.policy.accumulate_dtype is not None,
             gathered_peak=self._executor.predicted_peak() or None,

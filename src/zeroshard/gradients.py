@@ -12,11 +12,11 @@ A parameter without a gradient in the window has none here either: no stale valu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.layout import BucketLayout, Piece
@@ -287,14 +287,13 @@ class ReduceQueue:
         self._flying.append(gradient)
 
 
-class ShardSlice(nn.Parameter):
+class ShardSlice(Tensor):
     """What the optimizer sees of one parameter: this rank's elements of its master, with a live `.grad`.
 
     It has the parameter's own shape when this rank holds all of it (stage 0, one rank, whole-parameter
-    ownership), else it is 1-D, possibly with 0 elements.
+    ownership), else it is 1-D, possibly with 0 elements. A leaf that requires grad, like any parameter; a
+    class that tensors of any kind (also fake ones) take on.
     """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     start: int
     """Where this rank's elements begin in the flattened parameter."""
@@ -304,13 +303,14 @@ class ShardSlice(nn.Parameter):
     @staticmethod
     def of(data: Tensor, piece: Piece, gradients: GradientBuffer | None, index: int) -> ShardSlice:
         """A slice over `data` (1-D, the master shard, shared memory). Frozen without `gradients`."""
-        part = data[piece.at : piece.at + piece.numel]
+        part = data.detach()[piece.at : piece.at + piece.numel]
         if piece.is_whole:
             part = part.view(piece.slot.spec.shape)
-        slice_ = torch.Tensor._make_subclass(ShardSlice, part, gradients is not None)
-        assert isinstance(slice_, ShardSlice)
-        slice_._gradients, slice_._index, slice_.start = gradients, index, piece.start
-        return slice_
+        part.requires_grad_(gradients is not None)
+        part.__class__ = _slice_class(type(part))
+        assert isinstance(part, ShardSlice)
+        part._gradients, part._index, part.start = gradients, index, piece.start
+        return part
 
     @property
     def grad(self) -> Tensor | None:
@@ -335,8 +335,12 @@ class ShardSlice(nn.Parameter):
             )
         current.copy_(value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+
+@functools.cache
+def _slice_class(kind: type[Tensor]) -> type[ShardSlice]:
+    """`ShardSlice` for plain tensors and for tensor subclasses, with no dispatch of its own in the way."""
+    own = {"__torch_function__": torch._C._disabled_torch_function_impl}
+    return type("ShardSlice", (ShardSlice,) if kind is Tensor else (ShardSlice, kind), own)
 
 
 def slices_of(

@@ -49,23 +49,24 @@ def predict_memory(
     layout: Layout,
     policy: Policy,
     *,
+    rank: int,
     state_elements: float | None,
     accumulates: bool,
     gathered_peak: int | None = None,
 ) -> MemoryBill:
-    """The bill of one rank (all ranks hold the same, padding included).
+    """The bill of the rank that holds shard `rank` (ranks differ only in how much of a shard is padding).
 
     `state_elements`: optimizer state per master element (Adam 2, SGD with momentum 1), None if unknown.
     `accumulates`: several backwards before a step. `gathered_peak`: bytes, from the schedules.
     """
     trainable = [bucket for bucket in layout.buckets if bucket.trainable]
-    masters = sum(bucket.shard_numel * _master_bytes(bucket) for bucket in trainable)
+    owned = sum(piece.numel * _master_bytes(bucket) for bucket in trainable for piece in bucket.pieces(rank))
     separate = [bucket for bucket in trainable if BYTES_OF[bucket.dtype] < 4]
     return MemoryBill(
         parameters=sum(_parameter_bytes(bucket) for bucket in layout.buckets),
         gradients=sum(_gradient_bytes(bucket, policy, accumulates) for bucket in trainable),
         master=sum(bucket.shard_numel * 4 for bucket in separate),
-        optimizer_state=None if state_elements is None else int(masters * state_elements),
+        optimizer_state=None if state_elements is None else int(owned * state_elements),
         gathered_peak=gathered_peak,
         padding=sum(
             _parameter_bytes(bucket) - _parameter_bytes(bucket) * bucket.numel // max(bucket.padded, 1)

@@ -1,0 +1,134 @@
+"""Bytes per rank equal the ZeRO formulas plus the padding the layout states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, features
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zeroshard
+from zeroshard.comm import FakeCollectives
+from zeroshard.config import parse, resolve_batch
+from zeroshard.initialization import build_engine
+from zeroshard.materialize import Groups
+from zeroshard.testing import RankPool
+
+
+class Stack(nn.Module):
+    """`layers` feed-forward blocks of one width, no biases to speak of."""
+
+    def __init__(self, width: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def formula(stage: int, parameters: int, world: int) -> dict[str, float]:
+    """ZeRO's bytes per rank: bf16 parameters and gradients, fp32 master, Adam, no accumulation."""
+    return {
+        "parameters": 2 * parameters / (world if stage == 3 else 1),
+        "gradients": 2 * parameters / (world if stage >= 2 else 1),
+        "master": 4 * parameters / (world if stage >= 1 else 1),
+        "optimizer state": 8 * parameters / (world if stage >= 1 else 1),
+    }
+
+
+def config(stage: int) -> dict[str, Any]:
+    return {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+
+
+def measure(rank: int, world: int, stage: int) -> dict[str, Any]:
+    model = Stack(6, 5, 3)
+    engine, _, _, _ = zeroshard.initialize(model=model, config=config(stage))
+    for step in range(3):
+        engine.backward(engine(features(step, 0, rank)))
+        engine.step()
+    counted = {
+        "parameters": sum(
+            (b.full if b.layout.resident else b.shard).nbytes for b in engine._buffers
+        ),
+        "full buffers": sum(b.full.untyped_storage().nbytes() for b in engine._buffers),
+        "optimizer state": sum(
+            v.nbytes for s in engine.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()
+        ),
+    }
+    result = {
+        "elements": engine.layout.numel,
+        "padding": engine.layout.padding,
+        "predicted": dict(engine.predicted_memory().rows()),
+        "measured": dict(engine.measured_memory().rows()),
+        "counted": counted,
+        "padding bytes": engine.predicted_memory().padding,
+    }
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_equal_the_formula_plus_padding(
+    request: pytest.FixtureRequest, world: int, stage: int
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"ranks{world}")
+    results = pool.run(measure, stage)
+    for result in results:
+        parameters, padding = result["elements"], result["padding"]
+        padded = formula(stage, parameters + padding, world)
+        measured, predicted = result["measured"], result["predicted"]
+        for category in ("parameters", "gradients", "master"):
+            assert measured[category] == padded[category] == predicted[category]
+        assert measured["optimizer state"] == predicted["optimizer state"]
+        assert measured["optimizer state"] == result["counted"]["optimizer state"]
+        assert measured["parameters"] == result["counted"]["parameters"]
+        assert result["counted"]["full buffers"] == (0 if stage == 3 else padded["parameters"])
+        assert measured["gathered peak"] <= (predicted["gathered peak"] or 0)
+        exact = formula(stage, parameters, world)["parameters"]
+        assert result["padding bytes"] == pytest.approx(padded["parameters"] - exact, abs=len(results) * 8)
+    states = sum(result["measured"]["optimizer state"] for result in results)
+    assert states == 8 * results[0]["elements"] * (world if stage == 0 else 1)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_a_model_of_7_5_billion_on_64_ranks(stage: int, gigabytes: float) -> None:
+    """The figures of the ZeRO paper (figure 1), from the real engine under fake tensors."""
+    world, rank = 64, 63
+    with FakeTensorMode():
+        model = Stack(4096, 16384, 56)
+        sharded, alone = FakeCollectives(rank, world), FakeCollectives(0, 1)
+        if stage == 0:
+            groups = Groups(gather=alone, reduce=alone, replicate=sharded)
+        else:
+            groups = Groups(gather=sharded, reduce=sharded, replicate=alone)
+        batch = resolve_batch(None, 1, None, world, "this test")
+        engine = build_engine(model, parse(config(stage)), batch, groups, torch.device("cpu"))
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 4096)))
+            engine.step()
+        measured = dict(engine.measured_memory().rows())
+        predicted = dict(engine.predicted_memory().rows())
+    states = sum(bytes_ or 0 for name, bytes_ in measured.items() if name != "gathered peak")
+    assert round(states / 1e9, 1) == gigabytes
+    for category, expected in formula(stage, engine.layout.numel, world).items():
+        assert measured[category] == pytest.approx(expected, rel=1e-4)
+        assert predicted[category] == measured[category]
+    if stage == 3:
+        # Two blocks at a time: the one in use and the one that is coming.
+        block = 2 * (engine.layout.numel + engine.layout.padding) // 56
+        assert (measured["gathered peak"] or 0) <= 3 * block
