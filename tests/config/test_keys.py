@@ -120,6 +120,15 @@ def test_explanation_has_one_row_per_given_key() -> None:
     assert rows["zero_optimization.stage3_max_live_parameters"].default == 10**9
 
 
+def test_explanation_knows_values_that_do_not_work_yet() -> None:
+    config = parse({"gradient_allreduce_op": "sum", "optimizer": {"type": "Lion"}})
+    rows = {row.path: row.status for row in explain_config(config)}
+    assert rows == {
+        "gradient_allreduce_op": 'not yet (only "mean" works so far)',
+        "optimizer.type": "not yet (Lion)",
+    }
+
+
 def test_parameters_without_a_row_are_passed_on() -> None:
     config = parse({"optimizer": {"type": "NAdam", "params": {"momentum_decay": 0.1}}})
     rows = {row.path: row for row in explain_config(config)}

@@ -152,6 +152,12 @@ def test_other_texts_in_a_file(tmp_path: Path, text: str, words: tuple[str, ...]
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_blank_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="text: empty"):
+        read_config(text)
+
+
 def test_missing_file_names_path_and_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ REFUSED = {
 def test_refused_keys(path: str) -> None:
     kind, message = refusal(nested(path, REFUSED[path]))
     assert kind is ConfigError
-    assert "refused (" in message
+    assert ": refused, because " in message
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,12 @@ def test_no_effect_at_its_default_is_silent() -> None:
         "overlap_comm": True,
     }
     assert parse({"zero_optimization": zero}).notes == ()
+
+
+def test_no_effect_in_a_section_that_is_off_is_silent() -> None:
+    section = {"enabled": False, "immediate_grad_update": True}
+    assert parse({"bf16": section}).notes == ()
+    assert len(parse({"bf16": {**section, "enabled": True}}).notes) == 1
 
 
 def test_no_effect_parameters_of_the_optimizer() -> None:

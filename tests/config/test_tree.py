@@ -246,9 +246,18 @@ def test_section_that_is_no_object() -> None:
             "zero_optimization.offload_param.device",
         ),
         (zero(leaf_module={"class": []}), "zero_optimization.leaf_module.class", "leaf_module.classes"),
+        (
+            zero(offload_optimizer={"buffer_cuont": 4}),
+            "zero_optimization.offload_optimizer.buffer_cuont",
+            "zero_optimization.offload_optimizer.buffer_count",
+        ),
         ({"bf16": {"check_overflow": True}}, "bf16.check_overflow", "bf16.check_grad_overflow"),
         ({"reduce_bucket_size": 1}, "reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
-        ({"zero_optimization.stage": 1}, "zero_optimization.stage", "zero_optimization.stage"),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"paterns": []}]}}},
+            "tensor_parallel.partition_config.layer_specs[0].paterns",
+            "tensor_parallel.partition_config.layer_specs[].patterns",
+        ),
         ({"lr": 1e-3}, "lr", "optimizer.params.lr"),
         ({"aio": {"blocksize": 1}}, "aio.blocksize", "aio.block_size"),
         (
@@ -277,6 +286,11 @@ def test_unknown_key_without_a_neighbour() -> None:
         parse({"xyzzy": 1})
     with pytest.raises(UnknownKeyError, match="seed: no such key; there is no such key in DeepSpeed"):
         parse({"seed": 1})
+
+
+def test_flattened_key() -> None:
+    with pytest.raises(UnknownKeyError, match="keys are nested: write stage inside zero_optimization"):
+        parse({"zero_optimization.stage": 1})
 
 
 def test_unknown_key_beside_another_problem() -> None:

@@ -79,7 +79,7 @@ def resolve_batch(
             derived=() if gas is not None else (STEPS,),
         )
     total_, micro_, gas_ = _complete(train_batch_size, micro, gas, world)
-    if min(total_, micro_, gas_) < 1 or total_ != micro_ * gas_ * world:
+    if total_ != micro_ * gas_ * world:
         _refuse(given, world, world_origin, source)
     derived = tuple(name for name, value in given.items() if value is None)
     return BatchPlan(

@@ -18,10 +18,12 @@ from pydantic.fields import FieldInfo
 
 from zeroshard.config.core_keys import CORE_KEYS
 from zeroshard.config.later_keys import LATER_KEYS
+from zeroshard.config.optimizer import unsupported
 from zeroshard.config.optimizer_keys import OPTIMIZER_KEYS
+from zeroshard.config.problems import shown
 from zeroshard.config.scalars import FrozenMapping
 from zeroshard.config.section import Section
-from zeroshard.config.status import Key
+from zeroshard.config.status import Key, Status, not_yet
 from zeroshard.config.tree import Config
 from zeroshard.config.zero_keys import ZERO_KEYS
 
@@ -35,6 +37,7 @@ __all__ = [
     "explain_config",
     "given_keys",
     "iter_keys",
+    "only_supported",
     "parameter_keys",
     "render_keys",
     "switch_of",
@@ -146,7 +149,8 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    # Python 3.10 takes list[int] for a class; it has an origin.
+    if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
@@ -185,7 +189,7 @@ def given_keys(config: Config) -> Iterator[GivenKey]:
         if path in ("optimizer.params", "scheduler.params"):
             yield from _given_parameters(config, path, value)
         else:
-            status = _status_now(config, key)
+            status = _status_now(config, key, value)
             yield GivenKey(path=path, value=value, default=_default(field), status=status, key=key)
 
 
@@ -210,7 +214,7 @@ def _given_parameters(config: Config, path: str, params: Mapping[str, Any]) -> I
             path=f"{path}.{name}",
             value=value,
             default=None if key is None else key.default,
-            status="used: passed on" if key is None else _status_now(config, key),
+            status="used: passed on" if key is None else _status_now(config, key, value),
             key=key,
         )
 
@@ -246,8 +250,15 @@ def _value(config: Config, path: str) -> Any:
     return inner
 
 
-def _status_now(config: Config, key: Key) -> str:
+def only_supported(key: Key) -> Status:
+    """The status of a used key whose value does not work in this release."""
+    return not_yet(f"only {shown(list(key.supported or ()))[1:-1]} works so far")
+
+
+def _status_now(config: Config, key: Key, value: Any) -> str:
     on, switches = switch_of(config, key.path)
-    if on:
-        return str(key.status)
-    return f"off, because {' and '.join(switch.path for switch in switches)} is off"
+    if not on:
+        return f"off, because {' and '.join(switch.path for switch in switches)} is off"
+    if key.path == "optimizer.type" and value is not None:
+        return str(unsupported(value) or key.status)
+    return str(key.status if key.supported is None or value in key.supported else only_supported(key))

@@ -60,7 +60,7 @@ LATER_KEYS: tuple[Key, ...] = (
         io_multiplier="Files per writer multiplier.",
         show_statistics="Print writer statistics.",
         data_parallel="Which ranks share writing.",
-        decoupled="Write asynchronously in helper process, commit at next boundary.",
+        decoupled="Write asynchronously in another process, commit at next boundary.",
     ),
     *keys(
         "pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from zeroshard.config.keys import BY_PATH, SECTIONS
@@ -25,7 +26,11 @@ def unknown_key_cure(path: str) -> str:
     """What to do about the unknown key `path`: names the nearest known key, from any section."""
     if path in _HINTS:
         return _HINTS[path]
-    near = _nearest(path)
+    if path in BY_PATH:
+        # The user flattened what must be nested.
+        section, _, leaf = path.rpartition(".")
+        return f"keys are nested: write {leaf} inside {section}"
+    near = _nearest(re.sub(r"\[\d+\]", "[]", path))
     return "remove it" if near is None else f"did you mean {near}?"
 
 
@@ -34,11 +39,10 @@ def _nearest(path: str) -> str | None:
     best: tuple[float, bool, int] = (0.0, False, 0)
     found = None
     for known in (*BY_PATH, *SECTIONS):
-        if "(" in known or "[" in known:
+        if "(" in known or ("[" in known and "[" not in path):
             continue
         known_section, _, known_leaf = known.rpartition(".")
-        # A dotted name at the top level: the user flattened what must be nested.
-        alike = 1.0 if path == known else _ratio(leaf, known_leaf)
+        alike = _ratio(leaf, known_leaf)
         if alike < 0.7:
             continue
         # Of equals: the same section, then the keys that are used most, which are the shallow ones of tier A.

@@ -50,7 +50,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig
     if isinstance(config, Mapping):
         _require_names(config, "")
         return RawConfig(data=plain(config), source="dict")
-    if isinstance(config, str) and (config.lstrip()[:1] in ("{", "[") or "\n" in config):
+    if isinstance(config, str) and (config.lstrip()[:1] in ("", "{", "[") or "\n" in config):
         return RawConfig(data=_parse(config, "text"), source="text")
     if isinstance(config, (str, os.PathLike)):
         path = Path(os.fspath(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zeroshard.config.keys import GivenKey, asks, given_keys, parameter_keys, switch_of
+from zeroshard.config.keys import GivenKey, asks, given_keys, only_supported, parameter_keys, switch_of
 from zeroshard.config.nearest import closest
 from zeroshard.config.optimizer import torch_name, unsupported
 from zeroshard.config.problems import Finding, shown
@@ -146,8 +146,9 @@ def _unsupported_keys(config: Config) -> Iterator[tuple[Status, str]]:
     for given in given_keys(config):
         status = _unsupported_status(config, given)
         if status is not None:
-            reason = "not in this release" if status.kind == "not yet" else "refused"
-            yield status, f"{given.path} = {shown(given.value)}: {reason} ({status.text}); {_cure(given)}"
+            not_yet = status.kind == "not yet"
+            reason = f"not in this release ({status.text})" if not_yet else str(status)
+            yield status, f"{given.path} = {shown(given.value)}: {reason}; {_cure(given)}"
 
 
 def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
@@ -165,7 +166,7 @@ def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
     if key.status.kind in ("not yet", "refused"):
         return key.status
     if key.supported is not None and given.value not in key.supported:
-        return Status(kind="not yet", text=f"only {shown(list(key.supported))[1:-1]} works so far")
+        return only_supported(key)
     return None
 
 
