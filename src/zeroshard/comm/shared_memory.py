@@ -168,9 +168,8 @@ class SharedMemoryCollectives:
             self._closed = True
             with REACTOR.lock:
                 for peer in self._peers.values():
-                    peer.flush()
                     REACTOR.remove(peer)
-                    peer.close()
+                    peer.close(patience=5.0)
                 self._works.clear()
                 self._inboxes.clear()
                 self._mapped.clear()
