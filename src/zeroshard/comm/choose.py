@@ -100,7 +100,7 @@ def _exchange(value: _T, group: dist.ProcessGroup) -> list[_T]:
         dist.all_gather_object(gathered, value, group=group)
     except RuntimeError as error:
         raise CommError(
-            f"open_collectives: the ranks {dist.get_process_group_ranks(group)} could not exchange addresses: "
+            f"open_collectives: ranks {dist.get_process_group_ranks(group)} could not exchange addresses: "
             f"{error}. All of them must call open_collectives with this group."
         ) from error
     return gathered
