@@ -95,22 +95,30 @@ from zeroshard.testing.ranks import RankPool
 def work(rank, world):
     return os.getpid()
 
+def stall(rank, world):
+    if rank == 0:
+        os.kill(os.getppid(), 2)
+    time.sleep(100)
+
 if __name__ == "__main__":
     pool = RankPool(2)
     print(*pool.run(work), flush=True)
     if sys.argv[1] == "die":
         os.kill(os.getpid(), 9)
+    if sys.argv[1] == "interrupt":
+        pool.run(stall)
 """
 
 
-@pytest.mark.parametrize("end", ["return", "die"])
+@pytest.mark.parametrize("end", ["return", "die", "interrupt"])
 def test_a_plain_script_leaves_no_process_behind(tmp_path: Path, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), end], capture_output=True, text=True, timeout=90, check=False
     )
-    assert done.returncode == (0 if end == "return" else -9), done.stderr
+    assert done.returncode == {"return": 0, "die": -9, "interrupt": -2}[end], done.stderr
+    assert "rank-" not in done.stderr  # no worker printed anything
     children = [int(word) for word in done.stdout.split()]
     assert len(children) == 2
     deadline = time.monotonic() + 10

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroshard.errors import CommError
 
-__all__ = ["check_flat", "check_shard_of", "is_same_memory", "slice_of_rank"]
+__all__ = ["check_flat", "check_shard_of", "even_cuts", "is_same_memory", "slice_of_rank"]
 
 
 def check_flat(verb: str, tensor: Tensor) -> None:
@@ -49,3 +49,13 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
     if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
         return a is b  # a fake tensor has no address to compare
     return a.data_ptr() == b.data_ptr()
+
+
+def even_cuts(numel: int, parts: int) -> list[int]:
+    """Boundaries of `parts` ranges of `numel` elements, at multiples of 16; the last ranges may be empty.
+
+    >>> even_cuts(100, 3)
+    [0, 48, 96, 100]
+    """
+    length = -(-numel // (parts * 16)) * 16
+    return [min(r * length, numel) for r in range(parts + 1)]

@@ -8,6 +8,7 @@ all ranks, leaves nothing behind. Its pages are reserved when it is made: a host
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "BlockPool", "map_block"]
+__all__ = ["Block", "BlockPool", "bytes_of", "elements", "map_block"]
 
 _SMALLEST = 64 << 10  # bytes of the smallest block
 _KEPT_FREE = 256 << 20  # bytes of free blocks that are kept although a new size is asked for
@@ -35,6 +36,17 @@ def map_block(descriptor: int, nbytes: int) -> mmap.mmap:
     """Map a block, its page tables filled at once: the hot path then takes no page faults."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def elements(memory: Tensor, offset: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` elements from number `start` of what lies at byte `offset` of a block's `memory`."""
+    first = offset + start * dtype.itemsize
+    return memory[first : first + count * dtype.itemsize].view(dtype)
+
+
+def bytes_of(tensor: Tensor) -> bytearray:
+    """A copy of a contiguous CPU tensor's bytes, whatever its dtype."""
+    return bytearray(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize))
 
 
 class Block:

@@ -15,6 +15,7 @@ from zeroshard.comm.rendezvous import Listener, Offer, connect_all
 from zeroshard.comm.seam import Collectives
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
+from zeroshard.errors import CommError
 
 __all__ = ["open_collectives"]
 
@@ -33,7 +34,7 @@ def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> C
     ZEROSHARD_SHARED_MEMORY=0 is set on any rank: torch.distributed. If a rank that could use shared memory
     fails to, all ranks fall back together and rank 0 logs one warning.
 
-    Raises `CommError` when this process is not in the group.
+    Raises `CommError` when this process is not in the group, or a rank is gone.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -95,7 +96,13 @@ def _agree(rank: int, offers: Sequence[Offer]) -> bool:
 
 def _exchange(value: _T, group: dist.ProcessGroup) -> list[_T]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    try:
+        dist.all_gather_object(gathered, value, group=group)
+    except RuntimeError as error:
+        raise CommError(
+            f"open_collectives: ranks {dist.get_process_group_ranks(group)} could not exchange addresses: "
+            f"{error}. All of them must call open_collectives with this group."
+        ) from error
     return gathered
 
 

@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -160,7 +161,11 @@ class Peer:
             del buffer[:at]
         return messages
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.0) -> None:
+        """Close the connection; first try for `patience` seconds to get rid of what is unsent."""
+        give_up = time.monotonic() + patience
+        while patience and not self.flush() and time.monotonic() < give_up:
+            time.sleep(0.001)
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
@@ -185,7 +190,7 @@ class _Reactor:
     def remove(self, peer: Peer) -> None:
         if self._peers.get(peer.number) is peer and self._epoll is not None:
             del self._peers[peer.number]
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # closed already, as when the process ends
                 self._epoll.unregister(peer.number)
 
     def wait_for_messages(self, timeout: float) -> None:

@@ -10,6 +10,9 @@ What differs between backends and torch releases is decided in this file and now
 * dtypes: gloo moves and sums fp32, fp64, fp16, bf16, int8, int32, int64 and uint8. Others (fp8, bool, int16)
   are gathered and broadcast as bytes, which is exact, and cannot be reduced.
 
+Collectives see `.data`: no verb changes a tensor's version counter, so autograd does not take a gather for an
+edit by the user.
+
 gloo sums 16 bit types in 16 bits. That is kept: a sum in fp32 costs twice the bytes and, measured, twice the
 time (136 against 70 ms). Callers who want fp32 sums pass fp32 (`communication_data_type`).
 """
@@ -88,18 +91,19 @@ class TorchCollectives:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Work:
         check_shard_of("all_gather", shard, full, self._size)
-        full, shard = _as_movable(full), _as_movable(shard)
+        full, shard = _as_movable(full.data), _as_movable(shard.data)
         return self._launch("all_gather", lambda: _all_gather(full, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         check_shard_of("reduce_scatter", shard, full, self._size)
         check_reducible("reduce_scatter", full)
+        shard, full = shard.data, full.data
         if self._backend(full) == "gloo":
             own = slice_of_rank(full, self._rank, self._size)
 
             def finish() -> None:
                 if not is_same_memory(own, shard):
-                    shard.data.copy_(own.data)
+                    shard.copy_(own)
                 if average:
                     _divide(shard, self._size)
 
@@ -116,6 +120,7 @@ class TorchCollectives:
     def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
         check_flat("all_reduce", tensor)
         check_reducible("all_reduce", tensor)
+        tensor = tensor.data
         op, divide = self._reduction(tensor, average)
         return self._launch(
             "all_reduce",
@@ -127,7 +132,7 @@ class TorchCollectives:
         check_flat("broadcast", tensor)
         if not 0 <= source < self._size:
             raise CommError(f"broadcast: source is {source}; the group has ranks 0 to {self._size - 1}.")
-        moved = _as_movable(tensor)
+        moved = _as_movable(tensor.data)
         from_rank = self._global_ranks[source]
         self._launch(
             "broadcast", lambda: dist.broadcast(moved, from_rank, group=self._group, async_op=True)
@@ -215,7 +220,6 @@ def _as_movable(tensor: Tensor) -> Tensor:
 
 def _divide(tensor: Tensor, size: int) -> None:
     """Divide in place; integers are divided towards zero."""
-    tensor = tensor.data  # not a change that autograd should see
     if tensor.dtype.is_floating_point:
         tensor.div_(size)
     else:

@@ -140,7 +140,11 @@ class RankPool:
         outcomes = self._collect(_START_TIMEOUT, grace=1.0)
         failed = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
         if failed:
-            raise RunFailedError("the workers did not start:\n" + "\n".join(failed), outcomes)
+            raise RunFailedError(
+                "the workers did not start. A script must use its pool under `if __name__ == '__main__':`, "
+                "because workers import it.\n" + "\n".join(failed),
+                outcomes,
+            )
 
     def _collect(self, timeout: float, grace: float) -> list[Outcome]:
         """One outcome of every worker, waiting no longer than `timeout`, or `grace` after a failure."""
@@ -230,8 +234,8 @@ def _close_pools() -> None:
 
 def _pickle_request(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     cure = "Move it to the top level of a module that the workers can import, and pass what it closes over."
-    main = sys.modules.get("__main__")
-    if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None:
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    if getattr(fn, "__module__", None) == "__main__" and not os.path.isfile(script):
         raise RunFailedError(
             f"{fn!r} is defined in an interactive session; worker processes cannot import it. {cure}"
         )
