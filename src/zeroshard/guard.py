@@ -141,7 +141,7 @@ class ShardedParameter(nn.Parameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
         if func is Tensor.__repr__:
             return _describe(args[0])
-        if func is Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
