@@ -223,7 +223,8 @@ def report(main: Results, overhead: Results | None, worst: float, arguments: arg
         "## Traffic",
         "Elements through collectives in one step over the number of parameters P, as the ZeRO paper counts: "
         "an all-reduce of P is 2P; on the wire each rank sends (N-1)/N of it. Counted at torch's "
-        "collectives, or by the engine where it has its own. FSDP2 keeps the root's parameters from forward to backward.",
+        "collectives, or by the engine where it has its own. FSDP2 keeps the root's parameters from "
+        "forward to backward.",
         traffic_table(main),
     ]
     if overhead is not None:
