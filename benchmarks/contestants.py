@@ -38,7 +38,7 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class Contestant:
-    """Plain PyTorch without communication: the base of all the others, and the floor of the overhead table."""
+    """Plain PyTorch without communication: the base class, and the floor of the overhead table."""
 
     theory: float | None = 0.0  # elements moved per step, in multiples of the number of parameters
 
@@ -70,6 +70,10 @@ class DDP(Contestant):
     def __init__(self, model: Decoder) -> None:
         super().__init__(model)
         self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def bytes_by_category(self) -> dict[str, int]:
+        # The buckets outlive `zero_grad`, inside the reducer.
+        return super().bytes_by_category() | {"gradients": local_bytes(self.model.parameters())}
 
 
 class FSDP2(Contestant):

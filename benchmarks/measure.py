@@ -46,7 +46,10 @@ def interleave(
                 times[name].append(seconds / count)
     return (
         {name: over_ranks(values, dist.ReduceOp.MAX) for name, values in times.items()},
-        {name: over_ranks(values, dist.ReduceOp.SUM, dist.get_world_size()) for name, values in losses.items()},
+        {
+            name: over_ranks(values, dist.ReduceOp.SUM, dist.get_world_size())
+            for name, values in losses.items()
+        },
     )
 
 
