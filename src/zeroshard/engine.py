@@ -345,7 +345,7 @@ class Engine(nn.Module):
             rank=self._groups.gather.rank,
             state_elements=STATE_ELEMENTS.get(name),
             accumulates=self.policy.accumulate_dtype is not None,
-            gathered_peak=self._executor.predicted_peak() or None,
+            gathered_peak=self._executor.predicted_peak(),
         )
 
     def measured_memory(self) -> MemoryBill:
@@ -363,6 +363,11 @@ class Engine(nn.Module):
             optimizer_state=0 if self.optimizer is None else state_bytes(self.optimizer),
             gathered_peak=self._executor.peak_gathered,
         )
+
+    def memory(self) -> list[tuple[str, int | None, int]]:
+        """This rank's bill: (category, predicted bytes, measured bytes) for each of `memory.CATEGORIES`."""
+        pairs = zip(self.predicted_memory().rows(), self.measured_memory().rows(), strict=True)
+        return [(category, predicted, measured or 0) for (category, predicted), (_, measured) in pairs]
 
     def train_batch_size(self) -> int | None:
         """Samples per optimizer step over all ranks; None when neither config nor loader says."""

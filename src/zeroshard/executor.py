@@ -27,7 +27,7 @@ from zeroshard.gradients import GradientBuffer, ReduceQueue
 from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
 from zeroshard.policy import Policy
-from zeroshard.schedule import Schedule, Step, compile_schedule, live_elements
+from zeroshard.schedule import Schedule, Step, compile_schedule, expected_trace, live_elements
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["Executor", "Plan"]
@@ -374,10 +374,12 @@ class Executor:
         return [plan.schedule for plan in self._plans.values()]
 
     def predicted_peak(self) -> int:
-        """Bytes gathered at once that the known schedules allow at most."""
+        """Bytes gathered at once that the known schedules allow at most; before the first step, a guess."""
+        schedules = self.schedules
+        if not schedules:
+            schedules = [compile_schedule(expected_trace(self.layout), self.layout, self.policy)]
         nbytes = {bucket.index: bucket.nbytes for bucket in self.layout.buckets}
-        peaks = (max(live_elements(plan.schedule.actions, nbytes), default=0) for plan in self._plans.values())
-        return max(peaks, default=0)
+        return max(max(live_elements(schedule.actions, nbytes), default=0) for schedule in schedules)
 
     def _drop_unclaimed(self) -> None:
         for bucket, use in enumerate(self._uses):

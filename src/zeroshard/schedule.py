@@ -29,6 +29,7 @@ __all__ = [
     "add_reduce",
     "compile_schedule",
     "drop_short_reuse",
+    "expected_trace",
     "hoist_gathers",
     "live_elements",
     "verify",
@@ -102,6 +103,21 @@ def compile_schedule(trace: Sequence[Action], layout: Layout, policy: Policy) ->
     actions = add_reduce(actions, trainable)
     verify(actions, numel, resident, budget)
     return Schedule(actions)
+
+
+def expected_trace(layout: Layout) -> tuple[Action, ...]:
+    """What a step will most likely do: units forward in order of definition, backward in reverse.
+
+    Good enough for a bill before the first step; the first step itself replaces it.
+    """
+    forward: list[Action] = []
+    backward: list[Action] = []
+    for unit in layout.units:
+        buckets = [bucket for bucket in unit.buckets if not layout.buckets[bucket].resident]
+        forward += [Action(kind, b) for kind in (Kind.FORWARD, Kind.END_FORWARD) for b in buckets]
+        ends = [Action(kind, b) for kind in (Kind.BACKWARD, Kind.END_BACKWARD) for b in buckets]
+        backward = ends + backward
+    return (*forward, *backward)
 
 
 def add_gather_free(trace: Iterable[Action], resident: Collection[int]) -> tuple[Action, ...]:

@@ -1,1 +1,1 @@
-"""planner"""
+"""Looks at plans before they run: `zeroshard explain`, `zeroshard check`."""

@@ -8,6 +8,8 @@ copy of the model for compute and fp32 parameters for the update.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ class Difference:
     """max |p - reference| / max(1, max |reference|)."""
     steps: int
     losses: tuple[float, ...]
-    """Mean loss of each step under zeroshard."""
+    """Loss of each step under zeroshard, averaged over ranks and micro-batches."""
     reference_losses: tuple[float, ...]
 
 
@@ -101,7 +103,10 @@ def measure_parity(
     own = RankPool(ranks) if pool is None else pool
     try:
         args = (model_fn, batch_fn, dict(config), optimizer_fn or _adamw, loss_fn or _loss_of, steps)
-        return own.run(_compare, *args, timeout=timeout)[0]  # type: ignore[no-any-return]
+        found: list[Difference] = own.run(_compare, *args, timeout=timeout)
+        worst = max(found, key=lambda difference: difference.relative)
+        by_step = zip(*(difference.losses for difference in found), strict=True)
+        return dataclasses.replace(worst, losses=tuple(sum(losses) / len(found) for losses in by_step))
     finally:
         if pool is None:
             own.close()
@@ -117,16 +122,14 @@ def _compare(
     loss_fn: LossFn,
     steps: int,
 ) -> Difference:
-    torch.manual_seed(0)
-    reference = model_fn()
-    model = copy.deepcopy(reference)
-    masters, losses = _train_engine(model, batch_fn, config, optimizer_fn, loss_fn, steps, rank, world)
     accumulation = int(config.get("gradient_accumulation_steps", 1))
     clipping = float(config.get("gradient_clipping", 1.0))
-    reference_losses = train_reference(
-        reference, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, _is_bf16(config)
+    expected, reference_losses = _reference(
+        model_fn, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, _is_bf16(config)
     )
-    name, relative = _largest(masters, reference)
+    torch.manual_seed(0)
+    masters, losses = _train_engine(model_fn(), batch_fn, config, optimizer_fn, loss_fn, steps, rank)
+    name, relative = _largest(masters, expected)
     return Difference(
         parameter=name,
         relative=relative,
@@ -134,6 +137,27 @@ def _compare(
         losses=tuple(losses),
         reference_losses=tuple(reference_losses),
     )
+
+
+@functools.lru_cache(maxsize=1)  # the stages of one check share it; a large model must not pile up
+def _reference(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    optimizer_fn: OptimizerFn,
+    loss_fn: LossFn,
+    steps: int,
+    world: int,
+    accumulation: int,
+    clipping: float,
+    bf16: bool,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """What plain PyTorch makes of it: the parameters after training, and the losses."""
+    torch.manual_seed(0)
+    model = model_fn()
+    losses = _train_plain(
+        model, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, bf16
+    )
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
 
 
 def _train_engine(
@@ -144,7 +168,6 @@ def _train_engine(
     loss_fn: LossFn,
     steps: int,
     rank: int,
-    world: int,
 ) -> tuple[dict[str, Tensor], list[float]]:
     from zeroshard.initialization import initialize
 
@@ -163,7 +186,7 @@ def _train_engine(
     return masters, losses
 
 
-def train_reference(
+def _train_plain(
     model: nn.Module,
     batch_fn: BatchFn,
     optimizer_fn: OptimizerFn,
@@ -222,13 +245,13 @@ def _keep_buffers(compute: nn.Module, model: nn.Module) -> None:
             theirs._buffers[name] = None if buffer is None else buffer.clone()
 
 
-def _largest(masters: Mapping[str, Tensor], reference: nn.Module) -> tuple[str, float]:
+def _largest(masters: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
     worst, relative = "", 0.0
-    for name, expected in reference.named_parameters():
+    for name, expected in reference.items():
         if not expected.numel():
             continue
-        scale = max(1.0, float(expected.detach().abs().max()))
-        value = float((masters[name].double() - expected.detach().double()).abs().max()) / scale
+        scale = max(1.0, float(expected.abs().max()))
+        value = float((masters[name].double() - expected.double()).abs().max()) / scale
         if not value <= relative or not worst:  # NaN is the worst of all
             worst, relative = name, value
     return worst, relative

@@ -1,0 +1,111 @@
+"""`zeroshard check`: the numbers are those of plain PyTorch, on this machine, shown rather than promised."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from zeroshard.testing import BF16_TOLERANCE, FP32_TOLERANCE, RankPool, measure_parity
+from zeroshard.testing.models import smollm2, smollm2_batch, smollm2_folder, tiny, tiny_batch
+
+__all__ = ["check", "main"]
+
+STAGES = (0, 1, 2, 3)
+
+
+class Case(NamedTuple):
+    """One setting under which all stages are compared with the same reference."""
+
+    dtype: str
+    accumulation: int
+    clipping: float
+
+
+class Subject(NamedTuple):
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Any]
+    timeout: float
+
+
+SUBJECTS = {
+    "tiny": Subject(tiny, tiny_batch, 120.0),
+    "smollm2": Subject(smollm2, smollm2_batch, 900.0),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; the exit status."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(
+        help="Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters. "
+        "Exit status 1 when one differs beyond tolerance."
+    )(check)
+    return int(app(list(arguments), prog_name="zeroshard check", standalone_mode=False) or 0)
+
+
+def check(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(SUBJECTS)}.")] = "tiny",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 5,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks (CPU processes).")] = 2,
+) -> int:
+    """Compare and print one line per run."""
+    if model not in SUBJECTS:
+        raise typer.BadParameter(f"{model!r} is not one of {', '.join(SUBJECTS)}", param_hint="--model")
+    if model == "smollm2":
+        smollm2_folder()  # missing: said at once, not by every worker
+    console = Console(highlight=False)
+    console.print(f"{model}, {steps} steps, {ranks} ranks: largest |p - reference| / max(1, max |reference|)")
+    console.print(f"{'dtype':8}{'micro-batches':>14}{'clip':>7}{'stage':>7}{'difference':>13}{'limit':>9}")
+    failed = 0
+    with RankPool(ranks) as pool:
+        for case, stage in itertools.product(_cases(), STAGES):
+            difference, limit = _run(SUBJECTS[model], case, stage, steps, pool)
+            good = difference <= limit
+            failed += not good
+            console.print(
+                f"{case.dtype:8}{case.accumulation:14}{case.clipping:7}{stage:7}{difference:13.2e}{limit:9.0e}  "
+                + ("[green]same[/]" if good else "[red]DIFFERENT[/]")
+            )
+    console.print("[green]all the same[/]" if not failed else f"[red]{failed} runs differ[/]")
+    return 1 if failed else 0
+
+
+def fine_tuning_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW at a usual fine-tuning rate. It divides by the gradient's own size, so where a gradient is next to
+    nothing it turns the last bits of a sum, which depend on its order, into a part of the rate."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _cases() -> Iterator[Case]:
+    yield from itertools.starmap(Case, itertools.product(("fp32", "bf16"), (1, 2), (0.0, 0.1)))
+
+
+def _run(subject: Subject, case: Case, stage: int, steps: int, pool: RankPool) -> tuple[float, float]:
+    """(largest difference, what is allowed) of one run."""
+    config = {
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        "bf16": {"enabled": case.dtype == "bf16"},
+        # Everything that stage 3 can do happens: nothing persists, nothing is kept for reuse.
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+    difference = measure_parity(
+        subject.build,
+        subject.batch,
+        config,
+        optimizer_fn=fine_tuning_adamw,
+        steps=steps,
+        pool=pool,
+        timeout=subject.timeout,
+    )
+    return difference.relative, BF16_TOLERANCE if case.dtype == "bf16" else FP32_TOLERANCE

@@ -1,0 +1,97 @@
+"""`zeroshard explain`: the plan of a step, before anything is bought or started.
+
+The real engine runs two steps of a small model as one rank of N, with collectives that move nothing and
+tensors that have no memory; what it planned is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroshard.comm import FakeCollectives
+from zeroshard.config import parse, resolve_batch
+from zeroshard.engine import Engine
+from zeroshard.initialization import build_engine
+from zeroshard.materialize import Groups
+from zeroshard.planner.timeline import LEGEND, timeline
+from zeroshard.testing.models import tiny, tiny_batch
+
+__all__ = ["explain", "main", "planned_engine"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; the exit status."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(help="Show the planned schedule of the tiny model as a time line of what is live.")(explain)
+    return int(app(list(arguments), prog_name="zeroshard explain", standalone_mode=False) or 0)
+
+
+def explain(
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 2,
+    persistence: Annotated[int, typer.Option(min=0, help="stage3_param_persistence_threshold.")] = 200,
+    prefetch: Annotated[int, typer.Option(min=0, help="stage3_prefetch_bucket_size.")] = 50_000,
+    max_live: Annotated[int, typer.Option(min=0, help="stage3_max_live_parameters.")] = 1_000_000_000,
+    reuse: Annotated[int, typer.Option(min=0, help="stage3_max_reuse_distance.")] = 0,
+) -> int:
+    """Plan two steps of the tiny model and print the schedule of the second."""
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": persistence,
+        "stage3_prefetch_bucket_size": prefetch,
+        "stage3_max_live_parameters": max_live,
+        "stage3_max_reuse_distance": reuse,
+    }
+    console = Console(highlight=False, soft_wrap=True)
+    with planned_engine(zero, ranks) as engine:
+        _print_buckets(console, engine)
+        schedule = engine.schedule
+        shown = {b.index: b.name for b in engine.layout.buckets if not b.resident}
+        console.print(f"\n[bold]schedule[/] (digest {schedule.digest:08x})\n{schedule}", markup=True)
+        if shown:
+            console.print("\n[bold]time line[/]")
+            for line in timeline(schedule, shown, {b.index: b.padded for b in engine.layout.buckets}):
+                console.print(line, markup=False)
+            console.print(LEGEND, style="dim", markup=False)
+        else:
+            console.print("\nNothing is gathered or freed in a step: all parameters are resident.")
+    return 0
+
+
+@contextlib.contextmanager
+def planned_engine(zero: dict[str, Any], ranks: int) -> Iterator[Engine]:
+    """The engine as rank 0 of `ranks`, after two steps of the tiny model that cost no memory."""
+    raw = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    batch = resolve_batch(None, 4, None, ranks, "--ranks")
+    with FakeTensorMode():
+        sharded = FakeCollectives(0, ranks if zero["stage"] else 1)
+        replicate = FakeCollectives(0, 1 if zero["stage"] else ranks)
+        groups = Groups(gather=sharded, reduce=sharded, replicate=replicate)
+        engine = build_engine(tiny(), parse(raw), batch, groups, torch.device("cpu"))
+        for step in range(2):
+            engine.backward(engine(torch.empty_like(tiny_batch(step, 0, 0))))
+            engine.step()
+        yield engine
+
+
+def _print_buckets(console: Console, engine: Engine) -> None:
+    table = Table(title=f"ZeRO stage {engine.policy.stage} on {engine.policy.world} ranks", title_justify="left")
+    for heading in ("bucket", "holds", "parameters", "elements", "per rank", "kind"):
+        table.add_column(heading, justify="left" if heading in ("holds", "kind") else "right")
+    for bucket in engine.layout.buckets:
+        kind = ("resident" if bucket.resident else "gathered at use") + ("" if bucket.trainable else ", frozen")
+        counts = (len(bucket.slots), bucket.padded, bucket.shard_numel)
+        table.add_row(str(bucket.index), bucket.name, *(f"{count:,}" for count in counts), kind)
+    console.print(table)
