@@ -36,7 +36,8 @@ while len(list(pathlib.Path().glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 if rank == "1":
     {ending}
-time.sleep(600)
+while True:
+    time.sleep(1)
 """
 
 
@@ -118,13 +119,36 @@ def test_a_rank_that_dies_stops_the_others(
     assert not any(is_running(pid) for pid in pids)
 
 
-STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); pathlib.Path('stubborn').touch()"
+# Deaf to Ctrl-C and to SIGTERM, of which it leaves a note.
+STUBBORN = """signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told to end").touch())
+    pathlib.Path("deaf").touch()"""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the sweep after a second Ctrl-C reads /proc")
-@pytest.mark.parametrize(("ending", "presses"), [("pass", 1), (STUBBORN, 2)], ids=["once", "twice"])
+def stop_once(launcher: subprocess.Popen[str], folder: Path) -> None:
+    launcher.send_signal(signal.SIGINT)
+
+
+def stop_until_it_gives_up(launcher: subprocess.Popen[str], folder: Path) -> None:
+    wait_until((folder / "deaf").exists, "rank 1 is deaf")
+    launcher.send_signal(signal.SIGINT)
+    wait_until(lambda: not is_running(rank_pids(folder)[0]), "rank 0 has stopped")
+    launcher.send_signal(signal.SIGINT)
+    wait_until((folder / "told to end").exists, "rank 1 was told to end")
+    launcher.send_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
+@pytest.mark.parametrize(
+    ("ending", "stop"),
+    [("pass", stop_once), (STUBBORN, stop_until_it_gives_up)],
+    ids=["one press", "three presses and a deaf rank"],
+)
 def test_ctrl_c_leaves_no_process(
-    tmp_path: Path, clean_environment: dict[str, str], ending: str, presses: int
+    tmp_path: Path,
+    clean_environment: dict[str, str],
+    ending: str,
+    stop: Callable[[subprocess.Popen[str], Path], None],
 ) -> None:
     script = write(tmp_path, RANK_1_ENDS.format(ending=ending))
     launcher = subprocess.Popen(
@@ -136,20 +160,18 @@ def test_ctrl_c_leaves_no_process(
     )
     try:
         wait_until(lambda: len(rank_pids(tmp_path)) == 2, "two ranks are up")
-        if presses == 2:
-            wait_until((tmp_path / "stubborn").exists, "rank 1 ignores Ctrl-C")
         pids = rank_pids(tmp_path)
-        launcher.send_signal(signal.SIGINT)
-        if presses == 2:
-            wait_until(lambda: not is_running(pids[0]), "rank 0 has stopped")
-            launcher.send_signal(signal.SIGINT)
+        stop(launcher, tmp_path)
         _, told = launcher.communicate(timeout=LIMIT_SECONDS)
+        assert launcher.returncode == 128 + signal.SIGINT
+        assert told.splitlines()[-1] == "zeroshard: stopped by SIGINT; all ranks have ended"
+        wait_until(lambda: not any(is_running(pid) for pid in pids), "all ranks have ended")
     finally:
         launcher.kill()
         launcher.wait()
-    assert launcher.returncode == 128 + signal.SIGINT
-    assert told.splitlines()[-1] == "zeroshard: stopped by SIGINT; all ranks have ended"
-    wait_until(lambda: not any(is_running(pid) for pid in pids), "all ranks have ended")
+        for pid in rank_pids(tmp_path):
+            if is_running(pid):  # the test has failed: leave nothing either
+                os.kill(pid, signal.SIGKILL)
 
 
 def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:

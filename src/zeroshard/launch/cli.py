@@ -85,17 +85,14 @@ def config(
     keys: Annotated[bool, typer.Option("--keys", help="List every key and what uses it.")] = False,
 ) -> int:
     """Check a config file, or list every config key."""
-    from zeroshard import config as wing
+    if file is None and not keys:
+        raise typer.BadParameter("give a file to check, or --keys", param_hint="FILE")
+    from zeroshard.launch import config_command
 
     if keys:
-        for key in wing.iter_keys():
-            typer.echo(str(key))
+        config_command.list_keys()
     if file is not None:
-        parsed = wing.parse(file)
-        wing.require_supported(parsed)
-        typer.echo(wing.explain_config(parsed))
-    elif not keys:
-        raise typer.BadParameter("give a file to check, or --keys", param_hint="FILE")
+        config_command.explain_file(file)
     return 0
 
 

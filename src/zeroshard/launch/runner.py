@@ -2,7 +2,7 @@
 
 torchrun does the work (`torch.distributed.launcher`). What is added here: a rendezvous that stays on the
 loopback interface, a fair share of the cores per rank, one paragraph instead of a page when a rank dies, and
-a Ctrl-C that leaves no process behind, even when it is pressed twice.
+a Ctrl-C that leaves no process behind, however often it is pressed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ def run_ranks(command: list[str], nproc: int | None) -> int:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
 
     nproc = _default_nproc() if nproc is None else nproc
     _set_environment(nproc)
     _quiet_torchrun()
-    already_there = _child_processes()
     try:
-        elastic_launch(_launch_config(nproc), sys.executable)("-u", *command)
+        _run_to_the_end(nproc, command)
     except ChildFailedError as error:
         _say(describe_failure(error.failures))
         return exit_status(error.failures)
@@ -57,11 +55,25 @@ def run_ranks(command: list[str], nproc: int | None) -> int:
         received = getattr(stop, "sigval", signal.SIGINT)
         _say(f"stopped by {received.name}; all ranks have ended")
         return 128 + received
+    return 0
+
+
+def _run_to_the_end(nproc: int, command: list[str]) -> None:
+    """Return or raise only when no rank is left.
+
+    torchrun answers a Ctrl-C by passing it on and waiting, and a second one by SIGTERM and waiting; a third
+    one ends that wait too, and a rank that listens to neither would go on alone.
+    """
+    from torch.distributed.launcher.api import elastic_launch
+
+    already_there = _child_processes()
+    try:
+        elastic_launch(_launch_config(nproc), sys.executable)("-u", *command)
     finally:
-        # A second Ctrl-C interrupts torchrun while it waits for the ranks: then they are still there.
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for pid in _child_processes() - already_there:
             _kill_session(pid)
-    return 0
+        signal.signal(signal.SIGINT, on_interrupt)
 
 
 def _launch_config(nproc: int) -> LaunchConfig:

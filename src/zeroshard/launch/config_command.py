@@ -1,0 +1,45 @@
+"""`zeroshard config`: what a file's keys do here, or every key there is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from zeroshard import config
+
+__all__ = ["explain_file", "list_keys"]
+
+
+def list_keys() -> None:
+    """Print every config key: name, type, default, what uses it, meaning."""
+    _show(("key", "type", "default", "tier", "here", "meaning"), config.render_keys())
+
+
+def explain_file(file: Path) -> None:
+    """Print what happens with each key of `file`, then raise if this release cannot do it.
+
+    Raises:
+        ConfigError: the file cannot be read, breaks a rule, or asks for what is not there.
+    """
+    parsed = config.parse(file)
+    rows = ((given.path, str(given.value), given.status) for given in config.explain_config(parsed))
+    _show(("key", "value", "here"), rows)
+    for note in parsed.notes:
+        print(f"zeroshard: {note}", file=sys.stderr)
+    config.require_supported(parsed)
+
+
+def _show(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table in a terminal; lines with tabs where another program reads."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    Console(markup=False, highlight=False).print(table)
