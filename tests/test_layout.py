@@ -7,7 +7,9 @@ from zeroshard.layout import ModuleSpec, ParameterSpec, pack, plan_layout
 from zeroshard.policy import Policy
 
 
-def spec(name: str, *shape: int, dtype: str = "float32", trainable: bool = True, granularity: int = 1) -> ParameterSpec:
+def spec(
+    name: str, *shape: int, dtype: str = "float32", trainable: bool = True, granularity: int = 1
+) -> ParameterSpec:
     return ParameterSpec(name=name, shape=shape, dtype=dtype, trainable=trainable, granularity=granularity)
 
 
@@ -149,10 +151,19 @@ def test_frozen_and_other_dtypes_get_buckets_of_their_own() -> None:
 
 def test_a_leaf_module_is_one_bucket_whatever_is_inside() -> None:
     root, specs = decoder()
-    leaf = ModuleSpec(path="", type_name="Top", children=(
-        ModuleSpec(path="layers", type_name="ModuleList", children=root.children[1].children,
-                   is_sequence=True, is_leaf=True),
-    ))
+    leaf = ModuleSpec(
+        path="",
+        type_name="Top",
+        children=(
+            ModuleSpec(
+                path="layers",
+                type_name="ModuleList",
+                children=root.children[1].children,
+                is_sequence=True,
+                is_leaf=True,
+            ),
+        ),
+    )
     inside = [item for item in specs if item.name.startswith("layers")]
     layout = plan_layout(leaf, inside, Policy.of_stage(3, 2, persistence_threshold=0))
     assert len(layout.buckets) == 1

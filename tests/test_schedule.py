@@ -138,7 +138,8 @@ def test_every_compiled_schedule_is_valid_and_keeps_its_limits(
     trace: tuple[Action, ...], prefetch: int, reuse: int, max_live: int, threshold: int
 ) -> None:
     specs = [
-        ParameterSpec(name=f"b{i}", shape=(16 * (i + 1),), dtype="float32", trainable=i != 2) for i in range(4)
+        ParameterSpec(name=f"b{i}", shape=(16 * (i + 1),), dtype="float32", trainable=i != 2)
+        for i in range(4)
     ]
     root = ModuleSpec(
         path="",

@@ -177,7 +177,9 @@ class Engine(nn.Module):
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_open("optimizer.step")
         if any(callable(value) for value in (*args, *kwargs.values())):
-            raise StateError("optimizer.step(closure) is not supported: gradients are reduced before the step")
+            raise StateError(
+                "optimizer.step(closure) is not supported: gradients are reduced before the step"
+            )
         self._executor.end_step()
         self._executor.reduces.flush()
         self._gradient_bytes = max(self._gradient_bytes, sum(g.nbytes() for g in self._trained()))
@@ -257,7 +259,9 @@ class Engine(nn.Module):
 
     @contextmanager
     def gathered(
-        self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modifier_rank: int | None = None
+        self,
+        params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None,
+        modifier_rank: int | None = None,
     ) -> Iterator[None]:
         """Full weights of `params` (a module, a parameter, several; default all) inside the block.
 

@@ -167,7 +167,11 @@ class Executor:
         seen = (*self._trace, point)
         known = reversed(self._plans.items())
         self._plan = next(
-            (other for (key, points), other in known if key == self._records_grad and points[: len(seen)] == seen),
+            (
+                other
+                for (key, points), other in known
+                if key == self._records_grad and points[: len(seen)] == seen
+            ),
             None,
         )
         self._drop_unclaimed()
@@ -374,10 +378,10 @@ class Executor:
         return [plan.schedule for plan in self._plans.values()]
 
     def predicted_peak(self) -> int:
-        """Bytes gathered at once that the known schedules allow at most; before the first step, a guess."""
+        """Bytes gathered at once that the known schedules allow at most; a guess before the first backward."""
         schedules = self.schedules
-        if not schedules:
-            schedules = [compile_schedule(expected_trace(self.layout), self.layout, self.policy)]
+        if True not in self._latest:
+            schedules.append(compile_schedule(expected_trace(self.layout), self.layout, self.policy))
         nbytes = {bucket.index: bucket.nbytes for bucket in self.layout.buckets}
         return max(max(live_elements(schedule.actions, nbytes), default=0) for schedule in schedules)
 

@@ -78,9 +78,7 @@ def _hook_inputs(root: nn.Module, dtype: torch.dtype) -> RemovableHandle:
     return root.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
 
 
-def _hook_gradient(
-    parameter: nn.Parameter, bucket: int, index: int, executor: Executor
-) -> RemovableHandle:
+def _hook_gradient(parameter: nn.Parameter, bucket: int, index: int, executor: Executor) -> RemovableHandle:
     def gradient_ready(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:

@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import LocalCollectives, open_collectives
-from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch, torch_optimizer
+from zeroshard.config import (
+    AutoFacts,
+    BatchPlan,
+    Config,
+    parse,
+    require_supported,
+    resolve_batch,
+    torch_optimizer,
+)
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
@@ -312,7 +320,11 @@ def _loader(
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
-            dataset, num_replicas=world.size, rank=world.rank, shuffle=True, drop_last=config.dataloader_drop_last
+            dataset,
+            num_replicas=world.size,
+            rank=world.rank,
+            shuffle=True,
+            drop_last=config.dataloader_drop_last,
         )
     return DataLoader(
         dataset,

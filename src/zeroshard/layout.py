@@ -223,9 +223,12 @@ def plan_layout(root: ModuleSpec, parameters: Sequence[ParameterSpec], policy: P
     remaining = [spec for spec in reversed(parameters) if spec.name in resident]
     for part in _by_kind(remaining):
         for chunk in _chunks(part, _resident_bucket_size(parameters, policy)):
-            drafts.append((f"{chunk[-1].name}..{chunk[0].name}" if len(chunk) > 1 else chunk[0].name, chunk, True))
+            drafts.append(
+                (f"{chunk[-1].name}..{chunk[0].name}" if len(chunk) > 1 else chunk[0].name, chunk, True)
+            )
     buckets = tuple(
-        _bucket(index, name, specs, is_resident, policy) for index, (name, specs, is_resident) in enumerate(drafts)
+        _bucket(index, name, specs, is_resident, policy)
+        for index, (name, specs, is_resident) in enumerate(drafts)
     )
     slot_of = {
         slot.name: (bucket.index, place) for bucket in buckets for place, slot in enumerate(bucket.slots)

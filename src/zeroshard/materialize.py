@@ -124,9 +124,7 @@ def build_buffer(
         master: Tensor | None = None
         if layout.trainable:
             master = shard if dtype.itemsize >= 4 else source[own].to(torch.float32, copy=True)
-    return FlatBuffer(
-        layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane
-    )
+    return FlatBuffer(layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane)
 
 
 def _common_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.gradients import ShardSlice
 
-__all__ = ["ELEMENTWISE", "STATE_ELEMENTS", "build_optimizer", "check_elementwise", "check_parameters", "rewire", "state_bytes"]
+__all__ = [
+    "ELEMENTWISE",
+    "STATE_ELEMENTS",
+    "build_optimizer",
+    "check_elementwise",
+    "check_parameters",
+    "rewire",
+    "state_bytes",
+]
 
 ELEMENTWISE = frozenset(
     {
@@ -37,7 +45,14 @@ ELEMENTWISE = frozenset(
 )
 """Classes of torch.optim whose update of one element reads that element only."""
 
-STATE_ELEMENTS: Mapping[str, float] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1}
+STATE_ELEMENTS: Mapping[str, float] = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adagrad": 1,
+}
 """Optimizer state per parameter element, where it does not depend on options."""
 
 
@@ -79,8 +94,10 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 def check_elementwise(optimizer: Optimizer, allow_untested: bool) -> None:
     """Refuse an optimizer whose maths needs whole parameters: on slices it would be silently different."""
     name = type(optimizer).__name__
-    known = any(base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim")
-                for base in type(optimizer).__mro__)
+    known = any(
+        base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim")
+        for base in type(optimizer).__mro__
+    )
     if known or allow_untested:
         return
     raise ModelError(

@@ -72,8 +72,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         changes = {
             field.name: new
             for field in dataclasses.fields(value)
-            if field.init
-            and (new := map_tensors(function, old := getattr(value, field.name))) is not old
+            if field.init and (new := map_tensors(function, old := getattr(value, field.name))) is not old
         }
         return dataclasses.replace(value, **changes) if changes else value
     return value

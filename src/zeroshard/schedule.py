@@ -180,9 +180,7 @@ def drop_short_reuse(
     return tuple(kept)
 
 
-def _next_gather(
-    actions: Sequence[Action], free: int, numel: Mapping[int, int], distance: int
-) -> int | None:
+def _next_gather(actions: Sequence[Action], free: int, numel: Mapping[int, int], distance: int) -> int | None:
     """Where the bucket freed at `free` is gathered next, if that is within `distance`."""
     used = 0
     for index in range(free + 1, len(actions)):

@@ -61,8 +61,10 @@ def parse_actions(text: str) -> tuple[Action, ...]:
         try:
             actions.append(Action(Kind(word[len(number) :]), int(number)))
         except ValueError:
-            raise ValueError(f"{word!r} is not an action; expected a bucket number and one of "
-                             f"{', '.join(kind.value for kind in Kind)}") from None
+            raise ValueError(
+                f"{word!r} is not an action; expected a bucket number and one of "
+                f"{', '.join(kind.value for kind in Kind)}"
+            ) from None
     return tuple(actions)
 
 

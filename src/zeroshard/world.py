@@ -65,7 +65,11 @@ def _of_group(origin: str) -> World:
     on_cpu = dist.get_backend(group) == "gloo"
     device = torch.device("cpu") if on_cpu else _local_device(os.environ)
     return World(
-        rank=dist.get_rank(group), size=dist.get_world_size(group), size_origin=origin, device=device, group=group
+        rank=dist.get_rank(group),
+        size=dist.get_world_size(group),
+        size_origin=origin,
+        device=device,
+        group=group,
     )
 
 

@@ -87,11 +87,15 @@ def planned_engine(zero: dict[str, Any], ranks: int) -> Iterator[Engine]:
 
 
 def _print_buckets(console: Console, engine: Engine) -> None:
-    table = Table(title=f"ZeRO stage {engine.policy.stage} on {engine.policy.world} ranks", title_justify="left")
+    table = Table(
+        title=f"ZeRO stage {engine.policy.stage} on {engine.policy.world} ranks", title_justify="left"
+    )
     for heading in ("bucket", "holds", "parameters", "elements", "per rank", "kind"):
         table.add_column(heading, justify="left" if heading in ("holds", "kind") else "right")
     for bucket in engine.layout.buckets:
-        kind = ("resident" if bucket.resident else "gathered at use") + ("" if bucket.trainable else ", frozen")
+        kind = ("resident" if bucket.resident else "gathered at use") + (
+            "" if bucket.trainable else ", frozen"
+        )
         counts = (len(bucket.slots), bucket.padded, bucket.shard_numel)
         table.add_row(str(bucket.index), bucket.name, *(f"{count:,}" for count in counts), kind)
     console.print(table)

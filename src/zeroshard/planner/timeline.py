@@ -20,7 +20,9 @@ def timeline(schedule: Schedule, names: Mapping[int, str], numel: Mapping[int, i
     state = dict.fromkeys(names, ".")
     rows: dict[int, list[str]] = {bucket: [] for bucket in names}
     live: list[int] = []
-    for (kind, bucket), elements in zip(schedule.actions, live_elements(schedule.actions, numel), strict=True):
+    for (kind, bucket), elements in zip(
+        schedule.actions, live_elements(schedule.actions, numel), strict=True
+    ):
         if kind in POINTS:
             for shown, row in rows.items():
                 row.append(kind.value if shown == bucket else state[shown])

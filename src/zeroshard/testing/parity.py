@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zeroshard.precision import cast_floating
 from zeroshard.testing.ranks import RankPool
 
-__all__ = ["FP32_TOLERANCE", "BF16_TOLERANCE", "Difference", "assert_parity", "measure_parity"]
+__all__ = ["BF16_TOLERANCE", "FP32_TOLERANCE", "Difference", "assert_parity", "measure_parity"]
 
 FP32_TOLERANCE = 1e-6
 BF16_TOLERANCE = 1e-2
@@ -76,7 +76,14 @@ def assert_parity(
     Returns the largest difference found.
     """
     difference = measure_parity(
-        model_fn, batch_fn, config, optimizer_fn=optimizer_fn, loss_fn=loss_fn, ranks=ranks, steps=steps, pool=pool
+        model_fn,
+        batch_fn,
+        config,
+        optimizer_fn=optimizer_fn,
+        loss_fn=loss_fn,
+        ranks=ranks,
+        steps=steps,
+        pool=pool,
     )
     limit = tolerance if tolerance is not None else (BF16_TOLERANCE if _is_bf16(config) else FP32_TOLERANCE)
     if not difference.relative <= limit:
@@ -154,9 +161,7 @@ def _reference(
     """What plain PyTorch makes of it: the parameters after training, and the losses."""
     torch.manual_seed(0)
     model = model_fn()
-    losses = _train_plain(
-        model, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, bf16
-    )
+    losses = _train_plain(model, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, bf16)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
 
 
