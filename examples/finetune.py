@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 # Everything is local: without these, ranks draw progress bars for it and ask the network for a chat template.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -125,8 +125,15 @@ class PackedText(torch.utils.data.Dataset[Tensor]):
         return self.rows[index]
 
 
+class OneVoice(argparse.ArgumentParser):
+    """Says what is wrong once, not once per rank."""
+
+    def error(self, message: str) -> NoReturn:
+        give_up(message)
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tune a language model with ZeRO.")
+    parser = OneVoice(description="Fine-tune a language model with ZeRO.")
     parser.add_argument("--model", choices=sorted(TASKS), default="smollm2")
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
     parser.add_argument("--steps", type=positive, help="optimizer steps")
@@ -156,7 +163,7 @@ def positive(text: str) -> int:
     return number
 
 
-def give_up(message: str) -> None:
+def give_up(message: str) -> NoReturn:
     """Say it once, end all ranks: each of them finds the same thing wrong."""
     if RANK == 0:
         print(f"finetune.py: {message}", file=sys.stderr)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -201,4 +203,4 @@ def test_pieces_of_all_ranks_are_every_parameter_once(
     for item in specs:
         ranges = sorted(seen[item.name])
         assert sum(stop - start for start, stop in ranges) == item.numel
-        assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))

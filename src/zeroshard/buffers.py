@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
@@ -126,7 +127,7 @@ class FlatBuffer:
             return
         with self._lane.entered():
             self.full.untyped_storage().resize_(self._nbytes)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+            with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
                 self._own.copy_(self.shard)
                 self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
@@ -136,7 +137,7 @@ class FlatBuffer:
         if self._status is not Status.INFLIGHT:
             return
         assert self._work is not None
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             self._work.wait()
         self._work = None
         self._move(Status.AVAILABLE)
@@ -170,7 +171,7 @@ class FlatBuffer:
                 f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
             )
         self.wait()  # the previous refresh, if the model did not use this bucket since
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
             self._lane.wait_for_compute()

@@ -79,7 +79,8 @@ class Engine(nn.Module):
         """Calls of `step`, boundary or not."""
         self.last_step: StepResult | None = None
         self._batch = batch
-        self._groups, self._buffers, self._gradients = groups, buffers, gradients
+        self._groups = groups
+        self._weights, self._gradients = tuple(buffers), tuple(gradients)
         self._executor, self._handles = executor, handles
         self._boundary: bool | None = None
         self._managed_backward = False
@@ -188,7 +189,7 @@ class Engine(nn.Module):
         self.last_step = StepResult(norm, coefficient)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+        for buffer, gradient in zip(self._weights, self._gradients, strict=True):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
                 buffer.refresh()
@@ -284,27 +285,27 @@ class Engine(nn.Module):
                 self._keep_edits(buckets, modifier_rank)
 
     def _versions(self, buckets: Iterable[int]) -> list[int]:
-        return [parameter._version for index in buckets for parameter in self._buffers[index].parameters]
+        return [parameter._version for index in buckets for parameter in self._weights[index].parameters]
 
     def _keep_edits(self, buckets: Iterable[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)
         for index in buckets:
-            buffer = self._buffers[index]
+            buffer = self._weights[index]
             self._groups.gather.broadcast(buffer.full, rank)
             self._groups.replicate.broadcast(buffer.full, replica)
             buffer.write_back()
 
     def _buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
         if params is None:
-            return list(range(len(self._buffers)))
+            return list(range(len(self._weights)))
         if isinstance(params, nn.Module):
             params = params.parameters()
-        elif isinstance(params, Tensor):
+        elif isinstance(params, nn.Parameter):
             params = [params]
         found: dict[int, None] = {}
         for parameter in params:
             home = home_of(parameter)
-            if home is None or home.buffer not in self._buffers:
+            if home is None or home.buffer not in self._weights:
                 raise ShardedAccessError(
                     f"engine.gathered() got a tensor of shape {tuple(parameter.shape)} that is not one of this "
                     f"engine's parameters"
@@ -314,13 +315,13 @@ class Engine(nn.Module):
 
     def full_fp32(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor with the values the optimizer updates, in the parameter's shape. All ranks call it."""
-        buffer = self._buffers[self._buckets_of(parameter)[0]]
+        buffer = self._weights[self._buckets_of(parameter)[0]]
         slot = buffer.layout.slots[home_of(parameter).index]
         return buffer.full_master()[slot.offset : slot.end].view(slot.spec.shape).clone()
 
     def status(self, parameter: nn.Parameter) -> Status:
         """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        return self._buffers[self._buckets_of(parameter)[0]].status
+        return self._weights[self._buckets_of(parameter)[0]].status
 
     # ---- what happens -------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Engine(nn.Module):
     def measured_memory(self) -> MemoryBill:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
-        for buffer in self._buffers:
+        for buffer in self._weights:
             tensor = buffer.full if buffer.layout.resident else buffer.shard
             parameters += tensor.numel() * tensor.element_size()
             if buffer.master is not None and buffer.master is not buffer.shard:
@@ -408,9 +409,9 @@ class Engine(nn.Module):
         self._closed = True
         for handle in self._handles:
             handle.remove()
-        for buffer in self._buffers:
+        for buffer in self._weights:
             buffer.release()
-        self._buffers, self._gradients = (), ()
+        self._weights, self._gradients = (), ()
         self._groups.close()
 
     def _check_open(self, what: str) -> None:

@@ -283,7 +283,7 @@ class Executor:
                     self.at(Kind.BACKWARD, bucket)
 
         for tensor in watched:
-            tensor.register_hook(before_backward)
+            tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
         return bool(watched)
 
     # ---- backward -----------------------------------------------------------------------------------
@@ -302,9 +302,7 @@ class Executor:
                 self.on_backward()
             self.reduces.begin()
         self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-            lambda: self._end_task(task)
-        )
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
 
     def arrive(self, bucket: int, index: int, gradient: Tensor) -> None:
         """A parameter's gradient is there. It may come several times in one backward (reentrant checkpoints)."""

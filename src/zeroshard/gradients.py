@@ -195,7 +195,7 @@ class GradientBuffer:
 
     def _aliases_local(self, tensor: Tensor) -> bool:
         assert self._local is not None
-        return tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata
+        return bool(tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata)
 
     def _promoted(self, local: Tensor) -> Tensor:
         """`local` in the dtype sums are made in; it keeps that dtype for the steps to come."""

@@ -108,7 +108,36 @@ _PASSED_THROUGH = frozenset(
         Tensor.is_inference,
         *(
             accessor
-            for name in ["dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_vulkan", "is_xla", "is_ipu", "is_mtia", "retains_grad", "itemsize", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "name", "_version"]
+            for name in [
+                "dtype",
+                "device",
+                "layout",
+                "requires_grad",
+                "grad",
+                "is_leaf",
+                "grad_fn",
+                "is_cuda",
+                "is_cpu",
+                "is_xpu",
+                "is_mps",
+                "is_meta",
+                "is_sparse",
+                "is_sparse_csr",
+                "is_quantized",
+                "is_nested",
+                "is_mkldnn",
+                "is_vulkan",
+                "is_xla",
+                "is_ipu",
+                "is_mtia",
+                "retains_grad",
+                "itemsize",
+                "output_nr",
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+                "name",
+                "_version",
+            ]
             if hasattr(Tensor, name)
             for accessor in (getattr(Tensor, name).__get__, getattr(getattr(Tensor, name), "__set__", None))
             if accessor is not None

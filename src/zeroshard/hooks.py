@@ -85,4 +85,5 @@ def _hook_gradient(parameter: nn.Parameter, bucket: int, index: int, executor: E
             parameter.grad = None
             executor.arrive(bucket, index, gradient)
 
-    return parameter.register_post_accumulate_grad_hook(gradient_ready)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
+    return handle

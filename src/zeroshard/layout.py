@@ -14,6 +14,7 @@ With granularity 5 for a ("do not cut a"), a shard holds at least 5: [a0..a4 | b
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class BucketLayout:
         """The ranges of `full` that belong to no parameter."""
         edges = [(0, 0), *((slot.offset, slot.end) for slot in self.slots), (self.padded, self.padded)]
         edges.sort()
-        pairs = zip(edges, edges[1:], strict=False)
+        pairs = itertools.pairwise(edges)
         return tuple((left[1], right[0]) for left, right in pairs if right[0] > left[1])
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:

@@ -8,6 +8,7 @@ outermost forward and the start of the next one (or the step): a micro-batch, or
 from __future__ import annotations
 
 import enum
+import re
 import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -57,7 +58,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     """Read the text form. Raises ValueError that names the word that is not an action."""
     actions = []
     for word in text.split():
-        number = word.rstrip("FfBbGATHERWIEDUC")
+        number = re.match(r"\d*", word).group()  # type: ignore[union-attr]  # matches any word
         try:
             actions.append(Action(Kind(word[len(number) :]), int(number)))
         except ValueError:

@@ -181,7 +181,7 @@ def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:
 def test_the_killed_rank_is_the_cause_not_the_peer_that_lost_it() -> None:
     failures = {0: failure(1, timestamp=5), 1: failure(-9, timestamp=6), 2: failure(-15, timestamp=4)}
     assert exit_status(failures) == 128 + 9
-    assert describe_failure(failures) == (
+    assert describe_failure(failures, 3) == (
         "rank 1 (pid 106) was killed by SIGKILL (rank 0 ended with exit code 1 in the same moment), "
         "which is what the system does when memory runs out; the others were stopped"
     )
@@ -190,4 +190,6 @@ def test_the_killed_rank_is_the_cause_not_the_peer_that_lost_it() -> None:
 def test_the_first_failure_is_the_cause() -> None:
     failures = {0: failure(2, timestamp=5), 1: failure(3, timestamp=4)}
     assert exit_status(failures) == 3
-    assert describe_failure(failures).startswith("rank 1 (pid 104) ended with exit code 3 (rank 0 ended with")
+    assert describe_failure(failures, 2) == (
+        "rank 1 (pid 104) ended with exit code 3 (rank 0 ended with exit code 2 in the same moment)"
+    )

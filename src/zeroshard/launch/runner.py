@@ -49,7 +49,7 @@ def run_ranks(command: list[str], nproc: int | None) -> int:
     try:
         _run_to_the_end(nproc, command)
     except ChildFailedError as error:
-        _say(describe_failure(error.failures))
+        _say(describe_failure(error.failures, nproc))
         return exit_status(error.failures)
     except (SignalException, KeyboardInterrupt) as stop:
         received = getattr(stop, "sigval", signal.SIGINT)
@@ -143,7 +143,7 @@ def exit_status(failures: Mapping[int, Failure]) -> int:
     return code if code > 0 else 128 - code
 
 
-def describe_failure(failures: Mapping[int, Failure]) -> str:
+def describe_failure(failures: Mapping[int, Failure], nproc: int) -> str:
     """One paragraph: who failed first and how, who failed with it, and what became of the rest.
 
     `rank 1 (pid 4711) was killed by SIGKILL; the others were stopped`
@@ -159,7 +159,7 @@ def describe_failure(failures: Mapping[int, Failure]) -> str:
         message += f" ({', '.join(also)} in the same moment)"
     if failures[root].exitcode == -signal.SIGKILL:
         message += ", which is what the system does when memory runs out"
-    return message + "; the others were stopped"
+    return message + ("; the others were stopped" if len(also) + 1 < nproc else "")
 
 
 def _ending(exitcode: int) -> str:

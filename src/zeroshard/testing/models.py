@@ -92,7 +92,8 @@ def smollm2() -> nn.Module:
     folder = smollm2_folder()
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # Some versions of transformers go on calling that model quantised and refuse to save it.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=GGUF))
+    config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     fresh: nn.Module = model.float()

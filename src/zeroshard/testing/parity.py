@@ -215,7 +215,7 @@ def _train_plain(
             for rank in range(world):
                 inputs = batch_fn(step, micro, rank)
                 loss = loss_fn(_call(compute, cast_floating(inputs, torch.bfloat16) if bf16 else inputs))
-                (loss / accumulation).backward()
+                (loss / accumulation).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) / accumulation
                 if bf16:
                     _collect(pairs)
