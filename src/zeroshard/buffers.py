@@ -128,8 +128,8 @@ class FlatBuffer:
         with self._lane.entered():
             self.full.untyped_storage().resize_(self._nbytes)
             with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
-                self._own.copy_(self.shard)
-                self._work = self.group.all_gather(self.full, self._own)
+                # Shards change only in the optimizer, after all ranks have agreed on the step.
+                self._work = self.group.all_gather(self.full, self.shard, stable=True)
         self._move(Status.INFLIGHT)
 
     def wait(self) -> None:

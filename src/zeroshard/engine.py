@@ -287,13 +287,16 @@ class Engine(nn.Module):
     def _versions(self, buckets: Iterable[int]) -> list[int]:
         return [parameter._version for index in buckets for parameter in self._weights[index].parameters]
 
-    def _keep_edits(self, buckets: Iterable[int], source: int) -> None:
+    def _keep_edits(self, buckets: Sequence[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)
         for index in buckets:
             buffer = self._weights[index]
             self._groups.gather.broadcast(buffer.full, rank)
             self._groups.replicate.broadcast(buffer.full, replica)
-            buffer.write_back()
+        # Peers may still be reading this rank's shards for the gather that opened the block.
+        self._groups.gather.sum_to_host(torch.zeros(1, dtype=torch.float64, device=self.device))
+        for index in buckets:
+            self._weights[index].write_back()
 
     def _buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
         if params is None:

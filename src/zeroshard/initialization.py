@@ -38,7 +38,7 @@ from zeroshard.precision import dtype_of
 from zeroshard.streams import Lane
 from zeroshard.world import World, join
 
-__all__ = ["build_engine", "facts_of", "initialize", "policy_of"]
+__all__ = ["build_engine", "facts_of", "initialize", "open_groups", "policy_of"]
 
 log = logging.getLogger("zeroshard")
 
@@ -99,7 +99,7 @@ def initialize(
     if world.rank == 0:
         for note in parsed.notes:
             log.info("config: %s", note)
-    groups = _open_groups(policy_of(parsed, batch, world.size), world)
+    groups = open_groups(policy_of(parsed, batch, world.size), world)
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
     )
@@ -210,7 +210,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _open_groups(policy: Policy, world: World) -> Groups:
+def open_groups(policy: Policy, world: World) -> Groups:
     """Gathers and reduces on groups of their own, so that neither waits for the other's order."""
     if policy.world == 1:
         return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=LocalCollectives())

@@ -119,12 +119,24 @@ def build_buffer(
         groups.replicate.broadcast(source, 0)
         shard_group.broadcast(source, 0)
         own = slice(shard_group.rank * layout.shard_numel, (shard_group.rank + 1) * layout.shard_numel)
-        full = source.to(dtype)
-        shard = full[own] if layout.resident else full[own].clone()
+        full, shard = _place(source, own, layout, dtype, shard_group)
         master: Tensor | None = None
         if layout.trainable:
             master = shard if dtype.itemsize >= 4 else source[own].to(torch.float32, copy=True)
     return FlatBuffer(layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane)
+
+
+def _place(
+    source: Tensor, own: slice, layout: BucketLayout, dtype: torch.dtype, group: Collectives
+) -> tuple[Tensor, Tensor]:
+    """`full` and `shard`; what the group sends, gather after gather, lies where it can be sent from."""
+    numel = layout.padded if layout.resident else layout.shard_numel
+    sent = group.empty(numel, dtype=dtype, device=source.device)
+    if layout.resident:
+        sent.copy_(source)
+        return sent, sent[own]
+    sent.copy_(source[own])
+    return source.to(dtype), sent
 
 
 def _common_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

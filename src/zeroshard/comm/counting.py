@@ -53,9 +53,9 @@ class CountingCollectives:
     def rank(self) -> int:
         return self._inner.rank
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         self._count("all_gather", full)
-        return self._inner.all_gather(full, shard)
+        return self._inner.all_gather(full, shard, stable=stable)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         self._count("reduce_scatter", full)

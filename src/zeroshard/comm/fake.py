@@ -35,7 +35,7 @@ class FakeCollectives:
     def rank(self) -> int:
         return self._rank
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         check_shard_of("all_gather", shard, full, self._size)
         self.calls.append(("all_gather", full.numel(), full.dtype))
         return _DONE

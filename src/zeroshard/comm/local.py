@@ -25,7 +25,7 @@ class LocalCollectives:
     def rank(self) -> int:
         return 0
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         check_shard_of("all_gather", shard, full, 1)
         if not is_same_memory(full, shard):
             full.data.copy_(shard.data)

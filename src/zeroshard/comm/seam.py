@@ -11,7 +11,7 @@ Rules every implementation keeps:
 * Collectives of one `Collectives` object are launched in the same order on all its ranks. Works may be
   waited in any order after that.
 * A tensor handed to a collective is contiguous and 1-D; the caller leaves input and output alone until
-  `wait()` returned; after `wait()` returned the caller may overwrite both at once.
+  `wait()` returned; after `wait()` returned the caller may overwrite both at once (but see `stable`).
 * All ranks pass equal sizes and dtypes.
 
 Worked example, 2 ranks, `full` of 4 elements. `all_gather`: rank 0 has shard [1, 2], rank 1 has [3, 4];
@@ -55,10 +55,13 @@ class Collectives(Protocol):
     def rank(self) -> int:
         """This rank's index in the group, 0 <= rank < size."""
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         """Fill `full` (size*k elements) with every rank's `shard` (k elements), in rank order.
 
         `shard` may be this rank's own slice `full[rank*k:(rank+1)*k]`: nothing is then copied locally.
+        `stable`: the caller promises to leave `shard` alone until all ranks have waited for this gather and a
+        later `sum_to_host` of them has returned. Peers may then read it at leisure, and `wait` need not see
+        to it that they have.
         """
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:

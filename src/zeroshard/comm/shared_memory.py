@@ -117,9 +117,9 @@ class SharedMemoryCollectives:
     def rank(self) -> int:
         return self._rank
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         check_shard_of("all_gather", shard, full, self._size)
-        return self._launch(0, full, lambda work: self._gather(work, full.data, shard.data))
+        return self._launch(0, full, lambda work: self._gather(work, full.data, shard.data, stable))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         check_shard_of("reduce_scatter", shard, full, self._size)
@@ -184,7 +184,8 @@ class SharedMemoryCollectives:
 
     # The collectives, as generators that yield what they wait for. They run with the reactor's lock held.
 
-    def _gather(self, work: _SharedWork, full: Tensor, shard: Tensor) -> _Steps:
+    def _gather(self, work: _SharedWork, full: Tensor, shard: Tensor, stable: bool) -> _Steps:
+        work.stable = stable
         work.publish(shard)
         own = slice_of_rank(full, self._rank, self._size)
         if not is_same_memory(own, shard):
@@ -353,6 +354,7 @@ class _SharedWork:
         self.nbytes = tensor.numel() * tensor.itemsize
         self.inbox = inbox
         self.mode = _INLINE
+        self.stable = False
         self.need: _Need = (0, ())
         self.finished = False
         self.error: Exception | None = None
@@ -419,10 +421,11 @@ class _SharedWork:
     def _retire(self) -> None:
         """Once nobody reads our memory any more: reuse it, and forget this collective."""
         group = self.group
-        if self._block is not None and self.mode == _STAGED:
+        if self._block is not None and (self.mode == _STAGED or self.stable):
             if len(self.inbox.get(DONE, ())) < len(group._others):
                 return
-            group._pool.give(self._block)
+            if self.mode == _STAGED:
+                group._pool.give(self._block)
         self._block = None
         group._works.pop(self.sequence, None)
         group._inboxes.pop(self.sequence, None)
@@ -500,8 +503,8 @@ class _SharedWork:
             self.post(DONE, to=rank, urgent=mode == _ZERO_COPY or self.verb == 3)
 
     def acknowledge(self) -> _Steps:
-        """Say DONE to all; then, if others read the caller's own memory, wait until they have."""
+        """Say DONE to all; then, if others read memory the caller may write at once, wait until they have."""
         for rank in self.group._others:
             self.reply(rank)
-        if self.mode == _ZERO_COPY:
+        if self.mode == _ZERO_COPY and not self.stable:
             yield DONE, self.group._others

@@ -89,7 +89,7 @@ class TorchCollectives:
     def rank(self) -> int:
         return self._rank
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         check_shard_of("all_gather", shard, full, self._size)
         full, shard = _as_movable(full.data), _as_movable(shard.data)
         return self._launch("all_gather", lambda: _all_gather(full, shard, group=self._group, async_op=True))
