@@ -9,6 +9,7 @@ are clipped; after it, the model's copy of the weights is refreshed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class Engine(nn.Module):
         self._sync = True
         self._closed = False
         self._gradient_bytes = 0
+        self._rank = groups.gather.rank + groups.gather.size * groups.replicate.rank
+        self._printed = (0, time.perf_counter())
         executor.on_backward = self._begin_backward
         if optimizer is not None:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
@@ -136,7 +139,24 @@ class Engine(nn.Module):
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self._rank == 0:
+            self._print_progress()
         return self.last_step
+
+    def _print_progress(self) -> None:
+        """The line of `steps_per_print`: on standard output, since it was asked for."""
+        assert self.optimizer is not None
+        rates = ", ".join(f"{group['lr']:.3g}" for group in self.optimizer.param_groups)
+        line = f"step {self.global_steps}  lr {rates}"
+        if self.last_step is not None:
+            line += f"  gradient norm {self.last_step.grad_norm:.4g}"
+        now = time.perf_counter()
+        steps, seconds = self.global_steps - self._printed[0], now - self._printed[1]
+        if self._batch.train_batch_size is not None and seconds > 0:
+            line += f"  {self._batch.train_batch_size * steps / seconds:.1f} samples/s"
+        self._printed = (self.global_steps, now)
+        print(line, flush=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the window, reduced or not."""
@@ -229,10 +249,10 @@ class Engine(nn.Module):
         if self._all_equal(total, total_of_squares):
             return
         raise ScheduleError(
-            f"ranks gathered different parameters since the last step (this is rank "
-            f"{self._groups.gather.rank}): they did not run the same modules in the same order, so weights may "
-            f"have been mixed up. Make control flow the same on all ranks, or name the part that differs as "
-            f"one unit with zero_optimization.leaf_module."
+            f"ranks gathered different parameters since the last step (this is rank {self._rank}): they did "
+            f"not run the same modules in the same order, so weights may have been mixed up. Make control flow "
+            f"the same on all ranks, or name the part that differs as one unit with "
+            f"zero_optimization.leaf_module."
         )
 
     def _adopt_flags(self, flags: Sequence[float]) -> None:

@@ -80,6 +80,8 @@ class Executor:
         policy: Policy,
         buffers: Sequence[FlatBuffer],
         gradients: Sequence[GradientBuffer | None],
+        *,
+        warn_of_divergence: bool = False,
     ) -> None:
         self.layout, self.policy = layout, policy
         self.reduces = ReduceQueue(gradients, layout.reduce_order)
@@ -93,6 +95,7 @@ class Executor:
         """Steps that left every known path."""
         self.gather_digest = 0
         """Of all gathers launched; equal on all ranks unless they ran different modules."""
+        self._warn_of_divergence = warn_of_divergence
         self._buffers, self._gradients = buffers, gradients
         self._run = {
             Kind.GATHER: self._gather,
@@ -177,6 +180,16 @@ class Executor:
         self._drop_unclaimed()
         if self._plan is None:
             self.divergences += 1
+            if self._warn_of_divergence:
+                expected = plan.points[position] if position < len(plan.points) else "its end"
+                log.warning(
+                    "the step left every known schedule at point %d: it ran %s where %s was expected; the rest "
+                    "of the step runs without prefetch (%d times so far)",
+                    position,
+                    point,
+                    expected,
+                    self.divergences,
+                )
         return self._plan
 
     def _demand(self, point: Action) -> None:

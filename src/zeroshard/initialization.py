@@ -38,7 +38,7 @@ from zeroshard.precision import dtype_of
 from zeroshard.streams import Lane
 from zeroshard.world import World, join
 
-__all__ = ["build_engine", "facts_of", "initialize", "open_groups", "policy_of"]
+__all__ = ["build_engine", "build_loader", "facts_of", "initialize", "open_groups", "policy_of"]
 
 log = logging.getLogger("zeroshard")
 
@@ -104,7 +104,7 @@ def initialize(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
     )
     if training_data is not None:
-        engine.training_dataloader = _loader(training_data, collate_fn, parsed, batch, world)
+        engine.training_dataloader = build_loader(training_data, collate_fn, parsed, batch, world)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -129,7 +129,13 @@ def build_engine(
     move_buffers(model, groups, device)
     if made is not None:
         _rewire(made, description, layout, buffers, gradients)
-    executor = Executor(layout, policy, buffers, gradients)
+    executor = Executor(
+        layout,
+        policy,
+        buffers,
+        gradients,
+        warn_of_divergence=config.zero_optimization.log_trace_cache_warnings,
+    )
     handles = install(description.modules, description.parameters, layout, executor, compute)
     scheduler = lr_scheduler(made) if _is_factory(lr_scheduler) else lr_scheduler
     return Engine(
@@ -304,7 +310,7 @@ def _is_factory(scheduler: Any) -> bool:
     return callable(scheduler) and not hasattr(scheduler, "step")
 
 
-def _loader(
+def build_loader(
     dataset: Dataset[Any],
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,

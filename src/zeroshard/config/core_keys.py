@@ -24,19 +24,19 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("initialize: the loader made from training_data"),
+        used("initialization.build_loader"),
         dataloader_drop_last="Drop the final incomplete batch in the loader built from training_data.",
     ),
     *keys(
         "",
         "A",
-        used("engine: progress lines"),
+        used("engine.Engine.step"),
         steps_per_print="Print progress (step, skipped, lr, momentum) every N optimizer steps.",
     ),
     *keys(
         "",
         "A",
-        used("observe: the logger's level"),
+        used("initialization.initialize"),
         log_level="Set library logger level by name at engine creation.",
     ),
     *keys(
@@ -76,7 +76,7 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("optimizer: clipping by the global norm"),
+        used("engine.Engine._clip"),
         gradient_clipping="Maximum global L2 gradient norm; 0 disables clipping.",
     ),
     *keys(
@@ -89,14 +89,14 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("buffers: the reduction of gradients"),
+        used("gradients.GradientBuffer"),
         supported=("mean",),
         gradient_allreduce_op="Average or sum gradients over data-parallel ranks.",
     ),
     *keys(
         "",
         "A",
-        used("buffers: the reduction of gradients"),
+        used("gradients.GradientBuffer"),
         communication_data_type="Data type used on the wire for gradient reduction.",
     ),
     *keys(
@@ -135,7 +135,7 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "bf16",
         "A",
-        used("precision: the compute dtype"),
+        used("initialization.policy_of"),
         enabled="Train parameters in bf16 with fp32 masters.",
     ),
     *keys(
@@ -167,13 +167,13 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "data_types",
         "A",
-        used("buffers: the accumulation of gradients"),
+        used("gradients.GradientBuffer"),
         grad_accum_dtype="Data type of accumulated gradients.",
     ),
     *keys(
         "data_types",
         "A",
-        used("config.parse: checked against bf16 and fp16"),
+        used("config.parse"),
         param_dtype="Asserted parameter dtype.",
     ),
     *keys(

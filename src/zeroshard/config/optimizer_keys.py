@@ -145,7 +145,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        no_effect("any elementwise torch optimizer is supported, and others are refused at initialize"),
+        used("optimizer.check_elementwise"),
         zero_allow_untested_optimizer="Permit ZeRO around optimizers outside the supported list.",
     ),
     *keys(

@@ -13,13 +13,13 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        used("layout and schedule: where GATHER, FREE and REDUCE are placed"),
+        used("policy.Policy.of_stage"),
         stage="0 off; 1 optimizer states; 2 plus gradients; 3 plus parameters partitioned.",
     ),
     *keys(
         "zero_optimization",
         "A",
-        used("layout.BucketLayout"),
+        used("layout.plan_layout"),
         reduce_bucket_size="Elements collected before launching a gradient reduction.",
         stage3_param_persistence_threshold="Parameters with at most this many elements stay gathered.",
         stage3_model_persistence_threshold="Cap on total persistent elements.",
@@ -82,7 +82,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        used("engine: a parameter without a gradient is left alone"),
+        used("engine.Engine._adopt_flags"),
         supported=(True,),
         ignore_unused_parameters="Tolerate parameters without gradients (stage 1/2 offload norm).",
     ),
@@ -113,7 +113,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        used("layout.BucketLayout and schedule.hoist_gathers"),
+        used("layout.plan_layout, schedule.compile_schedule"),
         stage3_max_live_parameters="Cap on gathered elements considered when prefetching.",
     ),
     *keys(
@@ -168,7 +168,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        used("executor: a line when the step leaves its schedule"),
+        used("executor.Executor"),
         log_trace_cache_warnings="Print when the recorded module order is invalidated.",
     ),
     *keys(
@@ -180,7 +180,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization.leaf_module",
         "A",
-        used("layout.BucketLayout"),
+        used("layout.plan_layout"),
         classes="Classes (name or full path) handled as one fetch unit.",
         names="Exact module names treated as leaf.",
         name_suffixes="Module name endings treated as leaf.",
