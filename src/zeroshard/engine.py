@@ -206,7 +206,8 @@ class Engine(nn.Module):
         vector = torch.tensor([*head, *flags], dtype=torch.float64, device=self.device)
         for gradient in self._trained():
             if gradient.shard is not None:
-                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=torch.float32).double() ** 2
+                wide = torch.promote_types(gradient.shard.dtype, torch.float32)
+                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=wide).double() ** 2
         sums = self._groups.reduce.sum_to_host(vector)
         if self._groups.replicate.size > 1:
             vector = torch.tensor(sums, dtype=torch.float64, device=self.device)

@@ -1,0 +1,94 @@
+"""Uses that broke it once: unusual dtypes, edits, gradients set by hand, weights used off the beaten track."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import features, sgd
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.testing import RankPool, assert_parity
+
+STAGES = (0, 1, 2, 3)
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return {"gradient_clipping": 0, **more, "zero_optimization": zero}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three blocks of class `block` and a head of one output."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def start(
+    stage: int, model_fn: Callable[[], nn.Module] = Net, optimizer_fn: Callable[..., Any] = sgd, **more: Any
+) -> tuple[Any, Any, nn.Module, nn.Module, Any]:
+    torch.manual_seed(0)
+    reference = model_fn()
+    model = copy.deepcopy(reference)
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model=model, optimizer=optimizer_fn(model), config=config(stage, **more)
+    )
+    return engine, optimizer, model, reference, optimizer_fn(reference)
+
+
+def train(engine: Any, reference: nn.Module, expected: Any, rank: int, world: int, steps: int) -> None:
+    for step in range(steps):
+        engine.backward(engine(features(step, 0, rank)))
+        engine.step()
+        for other in range(world):
+            (reference(features(step, 0, other)) / world).backward()
+        expected.step()
+        expected.zero_grad()
+
+
+def finish(engine: Any, model: nn.Module, reference: nn.Module) -> float:
+    engine.close()
+    both = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in both)
+
+
+class Mixed(Net):
+    """One block and its inputs in float64, the rest in float32, and frozen integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].double()
+        self.codes = nn.Parameter(torch.arange(7, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x).double()).float()
+        return self.head(self.blocks[2](x)).square().mean() * self.codes.float().mean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float64_next_to_float32(ranks2: RankPool, stage: int) -> None:
+    assert_parity(Mixed, features, config(stage, gradient_clipping=0.5), optimizer_fn=sgd, pool=ranks2)
