@@ -183,12 +183,16 @@ class FlatBuffer:
             parameter.__class__ = ShardedParameter
 
     def write_back(self) -> None:
-        """`full` was edited: make this rank's part of it the new shard and master."""
+        """`full` was edited: make this rank's part of it the new shard, and the new master where it differs.
+
+        A master that rounds to what is in `full` was not edited, and keeps the digits that 16 bits have not.
+        """
         with torch.no_grad():
             if self.shard.data_ptr() != self._own.data_ptr():
                 self.shard.copy_(self._own)
             if self.master is not None and self.master is not self.shard:
-                self.master.copy_(self._own)
+                edited = self._own != self.master.to(self._own.dtype)
+                self.master.copy_(torch.where(edited, self._own, self.master))
 
     def full_master(self) -> Tensor:
         """All ranks' masters, end to end (padded elements). A collective; frozen buckets give their weights."""

@@ -92,3 +92,20 @@ class Mixed(Net):
 @pytest.mark.parametrize("stage", STAGES)
 def test_float64_next_to_float32(ranks2: RankPool, stage: int) -> None:
     assert_parity(Mixed, features, config(stage, gradient_clipping=0.5), optimizer_fn=sgd, pool=ranks2)
+
+
+def edit_one(rank: int, world: int, stage: int) -> float:
+    """How far the masters of all other parameters move when one is edited under bf16."""
+    engine, _, model, _, _ = start(stage, bf16={"enabled": True})
+    before = {name: engine.full_fp32(parameter) for name, parameter in model.named_parameters()}
+    with engine.gathered(model, modifier_rank=0), torch.no_grad():
+        model.head.bias.fill_(7.0)
+    after = {name: engine.full_fp32(parameter) for name, parameter in model.named_parameters()}
+    engine.close()
+    assert bool((after.pop("head.bias") == 7.0).all())
+    return max(float((after[name] - before[name]).abs().max()) for name in after)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_edit_leaves_the_masters_of_other_parameters_alone(ranks2: RankPool, stage: int) -> None:
+    assert ranks2.run(edit_one, stage) == [0.0, 0.0]
