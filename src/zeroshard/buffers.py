@@ -71,6 +71,9 @@ class _Home:
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled parameter has left its engine
+
     def used(self, result: Any) -> None:
         if self.buffer.watcher is not None and not self.buffer.layout.resident:
             self.buffer.watcher.touched(self.buffer.layout.index, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,24 @@ def edit_one(rank: int, world: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_edit_leaves_the_masters_of_other_parameters_alone(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(edit_one, stage) == [0.0, 0.0]
+
+
+def copy_after_step(rank: int, world: int, stage: int) -> bool:
+    """An averaged copy of the model is made while the gather that follows the step may be in flight."""
+    engine, _, model, reference, expected = start(stage)
+    train(engine, reference, expected, rank, world, 1)
+    twin = copy.deepcopy(model)
+    engine.backward(engine(features(1, 0, rank)))
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    engine.step()
+    assert torch.equal(pickle.loads(pickle.dumps(model.head.weight)), model.head.weight)
+    both = zip(twin.parameters(), model.parameters(), strict=True)
+    same = all(torch.equal(p, q) and type(p) is nn.Parameter and p.data_ptr() != q.data_ptr() for p, q in both)
+    engine.close()
+    return same
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_deepcopy_right_after_the_step(ranks2: RankPool, stage: int) -> None:
+    assert ranks2.run(copy_after_step, stage) == [True, True]
