@@ -23,7 +23,7 @@ from zeroshard.buffers import FlatBuffer, Status
 from zeroshard.config import BatchPlan, Config
 from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
 from zeroshard.executor import Executor
-from zeroshard.gradients import GradientBuffer
+from zeroshard.gradients import GradientBuffer, ShardSlice
 from zeroshard.guard import home_of
 from zeroshard.layout import Layout
 from zeroshard.materialize import Groups
@@ -178,12 +178,36 @@ class Engine(nn.Module):
         self._check_open("optimizer.step")
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise StateError("optimizer.step(closure) is not supported: gradients are reduced before the step")
+        self._check_nothing_ignored(optimizer)
         self._executor.end_step()
         self._executor.reduces.flush()
         self._gradient_bytes = max(self._gradient_bytes, sum(g.nbytes() for g in self._trained()))
         norm = self._agree()
         coefficient = self._clip(norm)
         self.last_step = StepResult(norm, coefficient)
+
+    def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
+        """What the update would silently leave out: a `.grad` that no backward brought, a foreign parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
+            stray = [
+                slot.name
+                for buffer in self._buffers
+                for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
+                if parameter.grad is not None
+            ]
+        if stray:
+            raise StateError(
+                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would ignore it: "
+                f"it was assigned by hand, or the parameter was frozen when `initialize` saw it and trains now. "
+                f"Gradients must come from backward(); of what is to be unfrozen later, set requires_grad to False "
+                f"only after `initialize`."
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
+                raise StateError(
+                    f"the optimizer's group {number} got parameters after `initialize`, which the step would ignore. "
+                    f"Give the optimizer all its groups before `initialize`; a group of lr 0 may wait its turn."
+                )
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for buffer, gradient in zip(self._buffers, self._gradients, strict=True):

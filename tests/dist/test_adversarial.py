@@ -13,6 +13,7 @@ from models import features, sgd
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.errors import StateError
 from zeroshard.testing import RankPool, assert_parity
 
 STAGES = (0, 1, 2, 3)
@@ -131,3 +132,50 @@ def copy_after_step(rank: int, world: int, stage: int) -> bool:
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_deepcopy_right_after_the_step(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(copy_after_step, stage) == [True, True]
+
+
+def ignored(rank: int, world: int, stage: int) -> list[str]:
+    """Three ways to a gradient that the update would leave out; each is an error on every rank."""
+    messages = []
+
+    def attempt(act: Callable[[Any, Any, nn.Module], None], model_fn: Callable[[], nn.Module] = Net) -> None:
+        engine, optimizer, model, _, _ = start(stage, model_fn)
+        with pytest.raises(StateError) as error:
+            act(engine, optimizer, model)
+        messages.append(str(error.value))
+        engine.close()
+
+    def by_hand(engine: Any, optimizer: Any, model: nn.Module) -> None:
+        engine.backward(engine(features(0, 0, rank)))
+        with engine.gathered(model.head):
+            model.head.weight.grad = torch.ones(1, 6)
+        optimizer.step()
+
+    def unfrozen(engine: Any, optimizer: Any, model: nn.Module) -> None:
+        model.blocks[1].requires_grad_(True)
+        engine.backward(engine(features(0, 0, rank)))
+        engine.step()
+
+    def new_group(engine: Any, optimizer: Any, model: nn.Module) -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        engine.backward(engine(features(0, 0, rank)))
+        engine.step()
+
+    attempt(by_hand)
+    attempt(unfrozen, half_frozen)
+    attempt(new_group)
+    return messages
+
+
+def half_frozen() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_gradient_is_silently_ignored(ranks2: RankPool, stage: int) -> None:
+    for by_hand, unfrozen, new_group in ranks2.run(ignored, stage):
+        assert "'head.weight' has a .grad that the engine did not collect" in by_hand
+        assert "'blocks.1" in unfrozen
+        assert "group 1 got parameters after `initialize`" in new_group
