@@ -106,11 +106,13 @@ class FlatBuffer:
         self._classes = [type(parameter) for parameter in parameters]
         self._status = Status.AVAILABLE
         self._work: Work | None = None
+        self._versions: list[int] = []
         for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
             parameter.data = self._views[index]
             parameter._zeroshard = _Home(  # type: ignore[attr-defined]
                 self, index, slot.name, torch.Size(slot.spec.shape), layout.shards
             )
+        self.accept_edits()
         if not layout.resident:
             self.free()
 
@@ -148,6 +150,7 @@ class FlatBuffer:
             parameter.__class__ = cls
             if swap_data:
                 parameter.data = view
+        self.accept_edits()
 
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""
@@ -162,6 +165,15 @@ class FlatBuffer:
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
 
+    def edited(self) -> list[str]:
+        """Parameters that were edited in place since the weights came, or since `accept_edits`."""
+        pairs = zip(self.layout.slots, self.parameters, self._versions, strict=True)
+        return [slot.name for slot, parameter, version in pairs if parameter._version != version]
+
+    def accept_edits(self) -> None:
+        """What is in `full` now counts as unedited."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def refresh(self) -> None:
         """The optimizer changed `master`: bring `shard` up to date, and launch the gather of a resident bucket.
 
@@ -173,6 +185,8 @@ class FlatBuffer:
                 f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
             )
         self.wait()  # the previous refresh, if the model did not use this bucket since
+        if self.layout.resident:
+            self._check_attached()
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
@@ -184,6 +198,16 @@ class FlatBuffer:
         self._move(Status.INFLIGHT)
         for parameter in self.parameters:
             parameter.__class__ = ShardedParameter
+
+    def _check_attached(self) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if not self.shares_memory(parameter):
+                raise StateError(
+                    f"parameter {slot.name!r} was given other memory after `initialize` (`.data = ...`, or `.half()`, "
+                    f"`.double()`, `.to()` of the model), so the engine would train weights that the model does "
+                    f"not use. Change dtype and device before `initialize`; edit in place, inside "
+                    f"`engine.gathered(param, modifier_rank=0)`."
+                )
 
     def write_back(self) -> None:
         """`full` was edited: make this rank's part of it the new shard, and the new master where it differs.

@@ -292,9 +292,12 @@ class Engine(nn.Module):
         self._check_open("gathered")
         buckets = self._buckets_of(params)
         with self._executor.holding(buckets):
-            versions = self._versions(buckets)
+            for index in buckets:
+                self._buffers[index].accept_edits()
             yield
-            edited = self._versions(buckets) != versions
+            edited = any(self._buffers[index].edited() for index in buckets)
+            for index in buckets:
+                self._buffers[index].accept_edits()
             if edited and modifier_rank is None:
                 raise ShardedAccessError(
                     "weights were edited inside engine.gathered() without modifier_rank. Cure: "
@@ -303,9 +306,6 @@ class Engine(nn.Module):
                 )
             if modifier_rank is not None:
                 self._keep_edits(buckets, modifier_rank)
-
-    def _versions(self, buckets: Iterable[int]) -> list[int]:
-        return [parameter._version for index in buckets for parameter in self._buffers[index].parameters]
 
     def _keep_edits(self, buckets: Iterable[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)

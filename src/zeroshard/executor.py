@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.buffers import FlatBuffer
+from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
 from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
@@ -211,8 +212,15 @@ class Executor:
         buffer = self._buffers[bucket]
         if buffer.layout.resident or not buffer.is_live or self._uses[bucket].is_open:
             return
+        edited = buffer.edited()
         buffer.free()
         self._live_bytes -= buffer.layout.nbytes
+        if edited:
+            raise ShardedAccessError(
+                f"parameter {edited[0]!r} was edited in place while it was gathered for compute; the edit is "
+                f"lost, since ranks could have edited differently (nn.Embedding's max_norm does this in "
+                f"forward). Edit on every rank inside `with engine.gathered(param, modifier_rank=0): ...`."
+            )
 
     # ---- forward ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from models import features, sgd
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.errors import StateError
+from zeroshard.errors import ShardedAccessError, StateError
 from zeroshard.testing import RankPool, assert_parity
 
 STAGES = (0, 1, 2, 3)
@@ -179,3 +179,44 @@ def test_no_gradient_is_silently_ignored(ranks2: RankPool, stage: int) -> None:
         assert "'head.weight' has a .grad that the engine did not collect" in by_hand
         assert "'blocks.1" in unfrozen
         assert "group 1 got parameters after `initialize`" in new_group
+
+
+def other_memory(rank: int, world: int, stage: int) -> str:
+    engine, _, model, _, _ = start(stage)
+    engine.backward(engine(features(0, 0, rank)))
+    model.head.weight.data = torch.zeros(1, 6)
+    with pytest.raises(StateError) as error:
+        engine.step()
+    engine.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_weights_cut_off_from_the_engine_are_noticed(ranks2: RankPool, stage: int) -> None:
+    for message in ranks2.run(other_memory, stage):
+        assert "'head.weight' was given other memory" in message
+
+
+class Renormed(nn.Module):
+    """An embedding that edits its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, max_norm=1.0)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x.abs().long())).square().mean()
+
+
+def edit_in_forward(rank: int, world: int) -> str:
+    engine, _, _, _, _ = start(3, Renormed)
+    with pytest.raises(ShardedAccessError) as error:
+        engine.backward(engine(features(0, 0, rank)))
+    engine.close()
+    return str(error.value)
+
+
+def test_an_edit_in_forward_is_not_lost_in_silence(ranks2: RankPool) -> None:
+    for message in ranks2.run(edit_in_forward):
+        assert "'embed.weight' was edited in place" in message
