@@ -421,7 +421,7 @@ class Engine(nn.Module):
             return
         self._executor.end_step()
         self._executor.reduces.clear()
-        self._closed = True
+        self._closed = self._executor.closed = True
         for handle in self._handles:
             handle.remove()
         for buffer in self._buffers:

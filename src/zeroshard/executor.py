@@ -88,6 +88,8 @@ class Executor:
         """Called with every point and action as it runs: how tests and measurements look on."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward starts, before its first point."""
+        self.closed = False
+        """The engine is gone; hooks on the graphs it left behind do nothing."""
         self.peak_gathered = 0
         """Bytes of non-resident `full` buffers alive at once, the most so far."""
         self.divergences = 0
@@ -233,6 +235,11 @@ class Executor:
         for bucket in buckets:
             self.at(Kind.FORWARD, bucket)
 
+    @property
+    def touched_here(self) -> Sequence[int]:
+        """Buckets that were touched, not announced, in the innermost forward so far."""
+        return self._frames[-1] if self._frames else ()
+
     def leave(self, buckets: Sequence[int], outputs: Sequence[Tensor], may_save: bool) -> None:
         """A unit's forward ended, also by an exception.
 
@@ -241,7 +248,8 @@ class Executor:
         """
         touched = self._frames.pop() if self._frames else []
         used = (*buckets, *touched)
-        announced = self.watch(outputs, buckets)
+        # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
+        announced = self.watch(outputs, used)
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
@@ -280,10 +288,14 @@ class Executor:
         def before_backward(_: Tensor) -> None:
             nonlocal latest
             task = _graph_task()
+            if self.closed:  # the weights are all there, for good
+                return
             if task != latest:
                 latest = task
                 self._enter_backward()
                 for bucket in buckets:
+                    # With create_graph, a later backward of this one reads the weights unannounced.
+                    self._uses[bucket].pinned |= torch.is_grad_enabled()
                     self.at(Kind.BACKWARD, bucket)
 
         for tensor in watched:

@@ -220,3 +220,82 @@ def edit_in_forward(rank: int, world: int) -> str:
 def test_an_edit_in_forward_is_not_lost_in_silence(ranks2: RankPool) -> None:
     for message in ranks2.run(edit_in_forward):
         assert "'embed.weight' was edited in place" in message
+
+
+def parity(rank: int, world: int, stage: int, model_fn: Callable[[], nn.Module]) -> float:
+    engine, _, model, reference, expected = start(stage, model_fn)
+    train(engine, reference, expected, rank, world, 4)
+    return finish(engine, model, reference)
+
+
+class UsedTwice(nn.Module):
+    """The root uses weights of modules that it does not call, several times each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.scales = nn.ParameterDict({"x": torch.randn(6), "y": torch.randn(())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        weight = self.tied.weight / self.tied.weight.norm(dim=-1, keepdim=True)
+        return (x @ weight.t() * self.scales["x"] * self.scales["y"]).square().mean()
+
+
+class NoOutput(nn.Module):
+    """A block that returns nothing and leaves its result in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, found: list[Tensor]) -> None:
+        found.append(self.block(found[-1]))
+
+
+class InsideHandler(Net):
+    """A forward that runs while an exception is being handled."""
+
+    block = NoOutput
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        try:
+            raise ValueError
+        except ValueError:
+            for block in self.blocks:
+                block(found)
+        return self.head(found[-1]).square().mean()
+
+
+class Penalised(Net):
+    """The gradient of the loss by its input is part of the loss: a backward through a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = super().forward(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().mean()
+
+
+@pytest.mark.parametrize("model_fn", [UsedTwice, InsideHandler, Penalised])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unusual_uses_of_weights(ranks2: RankPool, stage: int, model_fn: Callable[[], nn.Module]) -> None:
+    assert max(ranks2.run(parity, stage, model_fn)) <= 1e-6
+
+
+def backward_after_close(rank: int, world: int) -> bool:
+    engine, _, model, reference, _ = start(3)
+    loss = engine(features(0, 0, rank))
+    engine.close()
+    loss.backward()
+    same = finish(engine, model, reference) == 0.0
+    reference(features(0, 0, rank)).backward()
+    both = zip(model.parameters(), reference.parameters(), strict=True)
+    return same and all(torch.allclose(p.grad, q.grad) for p, q in both)  # type: ignore[arg-type]
+
+
+def test_a_graph_outlives_its_engine(ranks2: RankPool) -> None:
+    assert ranks2.run(backward_after_close) == [True, True]
