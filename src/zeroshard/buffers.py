@@ -187,6 +187,7 @@ class FlatBuffer:
         self.wait()  # the previous refresh, if the model did not use this bucket since
         if self.layout.resident:
             self._check_attached()
+        self._mark_changed()
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
@@ -198,6 +199,13 @@ class FlatBuffer:
         self._move(Status.INFLIGHT)
         for parameter in self.parameters:
             parameter.__class__ = ShardedParameter
+
+    def _mark_changed(self) -> None:
+        """As after any optimizer's step: backward of a graph made with the old weights raises."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = tuple(parameter._version + 1 for parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, versions)
+        self.accept_edits()
 
     def _check_attached(self) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):

@@ -13,7 +13,7 @@ from models import features, sgd
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.errors import ShardedAccessError, StateError
+from zeroshard.errors import ModelError, ShardedAccessError, StateError
 from zeroshard.testing import RankPool, assert_parity
 
 STAGES = (0, 1, 2, 3)
@@ -299,3 +299,40 @@ def backward_after_close(rank: int, world: int) -> bool:
 
 def test_a_graph_outlives_its_engine(ranks2: RankPool) -> None:
     assert ranks2.run(backward_after_close) == [True, True]
+
+
+def stale_graph(rank: int, world: int, stage: int) -> None:
+    engine, _, _, _, _ = start(stage)
+    first, second = engine(features(0, 0, rank)), engine(features(1, 0, rank))
+    engine.backward(first)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(second)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_of_a_graph_from_before_the_step(ranks2: RankPool, stage: int) -> None:
+    """Its weights are gone: an error, as in plain PyTorch, and not a gradient of something else."""
+    ranks2.run(stale_graph, stage)
+
+
+def ranks_disagree(rank: int, world: int) -> list[str]:
+    messages = []
+    for width, stage in ((rank, 3), (0, 2 + rank)):
+        model = nn.Linear(6, 5 + width)
+        with pytest.raises(ModelError) as error:
+            zeroshard.initialize(model=model, optimizer=sgd(model), config=config(stage))
+        messages.append(str(error.value))
+    odd = nn.Linear(6, 5)
+    odd.codes = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ModelError) as error:
+        zeroshard.initialize(model=odd, optimizer=sgd(odd), config=config(3))
+    return [*messages, str(error.value)]
+
+
+def test_models_that_cannot_be_shared(ranks2: RankPool) -> None:
+    for model, settings, dtype in ranks2.run(ranks_disagree):
+        assert "different model's parameters" in model
+        assert "different zero_optimization" in settings
+        assert "'codes' has dtype float8_e4m3fn" in dtype
