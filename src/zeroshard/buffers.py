@@ -211,9 +211,9 @@ class FlatBuffer:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             if not self.shares_memory(parameter):
                 raise StateError(
-                    f"parameter {slot.name!r} was given other memory after `initialize` (`.data = ...`, or `.half()`, "
-                    f"`.double()`, `.to()` of the model), so the engine would train weights that the model does "
-                    f"not use. Change dtype and device before `initialize`; edit in place, inside "
+                    f"parameter {slot.name!r} was given other memory after `initialize` (`.data = ...`, or "
+                    f"`.half()`, `.double()`, `.to()` of the model), so the engine would train weights that the "
+                    f"model does not use. Change dtype and device before `initialize`; edit in place, inside "
                     f"`engine.gathered(param, modifier_rank=0)`."
                 )
 

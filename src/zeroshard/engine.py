@@ -79,7 +79,9 @@ class Engine(nn.Module):
         """Calls of `step`, boundary or not."""
         self.last_step: StepResult | None = None
         self._batch = batch
-        self._groups, self._buffers, self._gradients = groups, buffers, gradients
+        self._groups = groups
+        self._flat_buffers = buffers  # `_buffers` is nn.Module's own
+        self._gradients = gradients
         self._executor, self._handles = executor, handles
         self._boundary: bool | None = None
         self._managed_backward = False
@@ -187,30 +189,31 @@ class Engine(nn.Module):
         self.last_step = StepResult(norm, coefficient)
 
     def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
-        """What the update would silently leave out: a `.grad` that no backward brought, a foreign parameter."""
+        """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
         with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
             stray = [
                 slot.name
-                for buffer in self._buffers
+                for buffer in self._flat_buffers
                 for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
                 if parameter.grad is not None
             ]
         if stray:
             raise StateError(
-                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would ignore it: "
-                f"it was assigned by hand, or the parameter was frozen when `initialize` saw it and trains now. "
-                f"Gradients must come from backward(); of what is to be unfrozen later, set requires_grad to False "
-                f"only after `initialize`."
+                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would ignore "
+                f"it: it was assigned by hand, or the parameter was frozen when `initialize` saw it and trains "
+                f"now. Gradients must come from backward(); of what is to be unfrozen later, set requires_grad "
+                f"to False only after `initialize`."
             )
         for number, group in enumerate(optimizer.param_groups):
             if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
                 raise StateError(
-                    f"the optimizer's group {number} got parameters after `initialize`, which the step would ignore. "
-                    f"Give the optimizer all its groups before `initialize`; a group of lr 0 may wait its turn."
+                    f"the optimizer's group {number} got parameters after `initialize`, which the step would "
+                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may wait "
+                    f"its turn."
                 )
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+        for buffer, gradient in zip(self._flat_buffers, self._gradients, strict=True):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
                 buffer.refresh()
@@ -293,11 +296,11 @@ class Engine(nn.Module):
         buckets = self._buckets_of(params)
         with self._executor.holding(buckets):
             for index in buckets:
-                self._buffers[index].accept_edits()
+                self._flat_buffers[index].accept_edits()
             yield
-            edited = any(self._buffers[index].edited() for index in buckets)
+            edited = any(self._flat_buffers[index].edited() for index in buckets)
             for index in buckets:
-                self._buffers[index].accept_edits()
+                self._flat_buffers[index].accept_edits()
             if edited and modifier_rank is None:
                 raise ShardedAccessError(
                     "weights were edited inside engine.gathered() without modifier_rank. Cure: "
@@ -310,14 +313,14 @@ class Engine(nn.Module):
     def _keep_edits(self, buckets: Iterable[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)
         for index in buckets:
-            buffer = self._buffers[index]
+            buffer = self._flat_buffers[index]
             self._groups.gather.broadcast(buffer.full, rank)
             self._groups.replicate.broadcast(buffer.full, replica)
             buffer.write_back()
 
     def _buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
         if params is None:
-            return list(range(len(self._buffers)))
+            return list(range(len(self._flat_buffers)))
         if isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, Tensor):
@@ -325,7 +328,7 @@ class Engine(nn.Module):
         found: dict[int, None] = {}
         for parameter in params:
             home = home_of(parameter)
-            if home is None or home.buffer not in self._buffers:
+            if home is None or home.buffer not in self._flat_buffers:
                 raise ShardedAccessError(
                     f"engine.gathered() got a tensor of shape {tuple(parameter.shape)} that is not one of this "
                     f"engine's parameters"
@@ -335,13 +338,13 @@ class Engine(nn.Module):
 
     def full_fp32(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor with the values the optimizer updates, in the parameter's shape. All ranks call it."""
-        buffer = self._buffers[self._buckets_of(parameter)[0]]
+        buffer = self._flat_buffers[self._buckets_of(parameter)[0]]
         slot = buffer.layout.slots[home_of(parameter).index]
         return buffer.full_master()[slot.offset : slot.end].view(slot.spec.shape).clone()
 
     def status(self, parameter: nn.Parameter) -> Status:
         """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        return self._buffers[self._buckets_of(parameter)[0]].status
+        return self._flat_buffers[self._buckets_of(parameter)[0]].status
 
     # ---- what happens -------------------------------------------------------------------------------
 
@@ -376,7 +379,7 @@ class Engine(nn.Module):
     def measured_memory(self) -> MemoryBill:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
-        for buffer in self._buffers:
+        for buffer in self._flat_buffers:
             tensor = buffer.full if buffer.layout.resident else buffer.shard
             parameters += tensor.numel() * tensor.element_size()
             if buffer.master is not None and buffer.master is not buffer.shard:
@@ -424,9 +427,9 @@ class Engine(nn.Module):
         self._closed = self._executor.closed = True
         for handle in self._handles:
             handle.remove()
-        for buffer in self._buffers:
+        for buffer in self._flat_buffers:
             buffer.release()
-        self._buffers, self._gradients = (), ()
+        self._flat_buffers, self._gradients = (), ()
         self._groups.close()
 
     def _check_open(self, what: str) -> None:

@@ -67,7 +67,7 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
         may_save = (
             not raised
             and torch.is_grad_enabled()
-            and (trains or touched or (bool(frozen) and any(t.requires_grad for t in tensors_in((args, kwargs)))))
+            and (trains or touched or (bool(frozen) and _any_requires_grad((args, kwargs))))
         )
         executor.leave(freed, outputs, may_save)
 
@@ -75,6 +75,10 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
         module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
         module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
     ]
+
+
+def _any_requires_grad(inputs: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
 def _hook_inputs(root: nn.Module, dtype: torch.dtype) -> RemovableHandle:

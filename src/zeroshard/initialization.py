@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import LocalCollectives, open_collectives
-from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch, torch_optimizer
+from zeroshard.config import (
+    AutoFacts,
+    BatchPlan,
+    Config,
+    parse,
+    require_supported,
+    resolve_batch,
+    torch_optimizer,
+)
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
@@ -223,8 +231,8 @@ def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> 
         # All equal exactly when W * sum(x^2) = (sum x)^2; exact for numbers of 16 bits.
         if world.size * total[len(facts) + place] != total[place] ** 2:
             raise ModelError(
-                f"ranks called `initialize` with different {what} (this is rank {world.rank}). Build the same "
-                f"model from the same config on every rank."
+                f"ranks called `initialize` with different {what} (this is rank {world.rank}). Build the "
+                f"same model from the same config on every rank."
             )
 
 

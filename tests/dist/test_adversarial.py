@@ -1,4 +1,4 @@
-"""Uses that broke it once: unusual dtypes, edits, gradients set by hand, weights used off the beaten track."""
+"""Uses that broke it once: dtypes, edits, gradients set by hand, weights used off the beaten track."""
 
 from __future__ import annotations
 
@@ -123,13 +123,14 @@ def copy_after_step(rank: int, world: int, stage: int) -> bool:
     engine.optimizer.param_groups[0]["momentum"] = 0.0
     engine.step()
     assert torch.equal(pickle.loads(pickle.dumps(model.head.weight)), model.head.weight)
-    both = zip(twin.parameters(), model.parameters(), strict=True)
-    same = all(torch.equal(p, q) and type(p) is nn.Parameter and p.data_ptr() != q.data_ptr() for p, q in both)
+    both = list(zip(twin.parameters(), model.parameters(), strict=True))
+    same = all(torch.equal(p, q) and p.data_ptr() != q.data_ptr() for p, q in both)
+    same = same and all(type(p) is nn.Parameter for p, _ in both)
     engine.close()
     return same
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_deepcopy_right_after_the_step(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(copy_after_step, stage) == [True, True]
 
@@ -191,7 +192,7 @@ def other_memory(rank: int, world: int, stage: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_weights_cut_off_from_the_engine_are_noticed(ranks2: RankPool, stage: int) -> None:
     for message in ranks2.run(other_memory, stage):
         assert "'head.weight' was given other memory" in message
@@ -336,3 +337,20 @@ def test_models_that_cannot_be_shared(ranks2: RankPool) -> None:
         assert "different model's parameters" in model
         assert "different zero_optimization" in settings
         assert "'codes' has dtype float8_e4m3fn" in dtype
+
+
+def as_a_module(rank: int, world: int, stage: int) -> bool:
+    """What nn.Module offers works on the engine as well."""
+    engine, _, _, reference, _ = start(stage)
+    engine.module.register_buffer("table", torch.ones(2))
+    assert len(list(engine.buffers())) == 1
+    assert engine.to("cpu") is engine
+    with engine.gathered():
+        state = {name.removeprefix("module."): value.clone() for name, value in engine.state_dict().items()}
+    engine.close()
+    return all(torch.equal(value, state[name]) for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_engine_is_a_module(ranks2: RankPool, stage: int) -> None:
+    assert ranks2.run(as_a_module, stage) == [True, True]
