@@ -72,6 +72,9 @@ class _Home:
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled parameter has left its engine
+
     def used(self, result: Any) -> None:
         if self.buffer.watcher is not None and not self.buffer.layout.resident:
             self.buffer.watcher.touched(self.buffer.layout.index, result)
@@ -104,11 +107,13 @@ class FlatBuffer:
         self._classes = [type(parameter) for parameter in parameters]
         self._status = Status.AVAILABLE
         self._work: Work | None = None
+        self._versions: list[int] = []
         for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
             parameter.data = self._views[index]
             parameter._zeroshard = _Home(  # type: ignore[attr-defined]
                 self, index, slot.name, torch.Size(slot.spec.shape), layout.shards
             )
+        self.accept_edits()
         if not layout.resident:
             self.free()
 
@@ -146,6 +151,7 @@ class FlatBuffer:
             parameter.__class__ = cls
             if swap_data:
                 parameter.data = view
+        self.accept_edits()
 
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""
@@ -160,6 +166,15 @@ class FlatBuffer:
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
 
+    def edited(self) -> list[str]:
+        """Parameters that were edited in place since the weights came, or since `accept_edits`."""
+        pairs = zip(self.layout.slots, self.parameters, self._versions, strict=True)
+        return [slot.name for slot, parameter, version in pairs if parameter._version != version]
+
+    def accept_edits(self) -> None:
+        """What is in `full` now counts as unedited."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def refresh(self) -> None:
         """The optimizer changed `master`: bring `shard` up to date, and launch the gather of a resident bucket.
 
@@ -171,6 +186,9 @@ class FlatBuffer:
                 f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
             )
         self.wait()  # the previous refresh, if the model did not use this bucket since
+        if self.layout.resident:
+            self._check_attached()
+        self._mark_changed()
         with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
@@ -183,13 +201,34 @@ class FlatBuffer:
         for parameter in self.parameters:
             parameter.__class__ = ShardedParameter
 
+    def _mark_changed(self) -> None:
+        """As after any optimizer's step: backward of a graph made with the old weights raises."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = tuple(parameter._version + 1 for parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, versions)
+        self.accept_edits()
+
+    def _check_attached(self) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if not self.shares_memory(parameter):
+                raise StateError(
+                    f"parameter {slot.name!r} was given other memory after `initialize` (`.data = ...`, or "
+                    f"`.half()`, `.double()`, `.to()` of the model), so the engine would train weights that the "
+                    f"model does not use. Change dtype and device before `initialize`; edit in place, inside "
+                    f"`engine.gathered(param, modifier_rank=0)`."
+                )
+
     def write_back(self) -> None:
-        """`full` was edited: make this rank's part of it the new shard and master."""
+        """`full` was edited: make this rank's part of it the new shard, and the new master where it differs.
+
+        A master that rounds to what is in `full` was not edited, and keeps the digits that 16 bits have not.
+        """
         with torch.no_grad():
             if self.shard.data_ptr() != self._own.data_ptr():
                 self.shard.copy_(self._own)
             if self.master is not None and self.master is not self.shard:
-                self.master.copy_(self._own)
+                edited = self._own != self.master.to(self._own.dtype)
+                self.master.copy_(torch.where(edited, self._own, self.master))
 
     def full_master(self) -> Tensor:
         """All ranks' masters, end to end (padded elements). A collective; frozen buckets give their weights."""

@@ -24,7 +24,7 @@ from zeroshard.buffers import FlatBuffer, Status
 from zeroshard.config import BatchPlan, Config
 from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
 from zeroshard.executor import Executor
-from zeroshard.gradients import GradientBuffer
+from zeroshard.gradients import GradientBuffer, ShardSlice
 from zeroshard.guard import home_of
 from zeroshard.layout import Layout
 from zeroshard.materialize import Groups
@@ -81,7 +81,8 @@ class Engine(nn.Module):
         self.last_step: StepResult | None = None
         self._batch = batch
         self._groups = groups
-        self._weights, self._gradients = tuple(buffers), tuple(gradients)
+        self._flat_buffers = tuple(buffers)  # `_buffers` is nn.Module's own
+        self._gradients = tuple(gradients)
         self._executor, self._handles = executor, handles
         self._boundary: bool | None = None
         self._managed_backward = False
@@ -201,6 +202,7 @@ class Engine(nn.Module):
             raise StateError(
                 "optimizer.step(closure) is not supported: gradients are reduced before the step"
             )
+        self._check_nothing_ignored(optimizer)
         self._executor.end_step()
         self._executor.reduces.flush()
         self._gradient_bytes = max(self._gradient_bytes, sum(g.nbytes() for g in self._trained()))
@@ -208,8 +210,32 @@ class Engine(nn.Module):
         coefficient = self._clip(norm)
         self.last_step = StepResult(norm, coefficient)
 
+    def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
+        """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
+        with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
+            stray = [
+                slot.name
+                for buffer in self._flat_buffers
+                for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
+                if parameter.grad is not None
+            ]
+        if stray:
+            raise StateError(
+                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would ignore "
+                f"it: it was assigned by hand, or the parameter was frozen when `initialize` saw it and trains "
+                f"now. Gradients must come from backward(); of what is to be unfrozen later, set requires_grad "
+                f"to False only after `initialize`."
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
+                raise StateError(
+                    f"the optimizer's group {number} got parameters after `initialize`, which the step would "
+                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may wait "
+                    f"its turn."
+                )
+
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for buffer, gradient in zip(self._weights, self._gradients, strict=True):
+        for buffer, gradient in zip(self._flat_buffers, self._gradients, strict=True):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
                 buffer.refresh()
@@ -229,7 +255,8 @@ class Engine(nn.Module):
         vector = torch.tensor([*head, *flags], dtype=torch.float64, device=self.device)
         for gradient in self._trained():
             if gradient.shard is not None:
-                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=torch.float32).double() ** 2
+                wide = torch.promote_types(gradient.shard.dtype, torch.float32)
+                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=wide).double() ** 2
         sums = self._groups.reduce.sum_to_host(vector)
         if self._groups.replicate.size > 1:
             vector = torch.tensor(sums, dtype=torch.float64, device=self.device)
@@ -292,9 +319,12 @@ class Engine(nn.Module):
         self._check_open("gathered")
         buckets = self._buckets_of(params)
         with self._executor.holding(buckets):
-            versions = self._versions(buckets)
+            for index in buckets:
+                self._flat_buffers[index].accept_edits()
             yield
-            edited = self._versions(buckets) != versions
+            edited = any(self._flat_buffers[index].edited() for index in buckets)
+            for index in buckets:
+                self._flat_buffers[index].accept_edits()
             if edited and modifier_rank is None:
                 raise ShardedAccessError(
                     "weights were edited inside engine.gathered() without modifier_rank. Cure: "
@@ -304,23 +334,20 @@ class Engine(nn.Module):
             if modifier_rank is not None:
                 self._keep_edits(buckets, modifier_rank)
 
-    def _versions(self, buckets: Iterable[int]) -> list[int]:
-        return [parameter._version for index in buckets for parameter in self._weights[index].parameters]
-
     def _keep_edits(self, buckets: Sequence[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)
         for index in buckets:
-            buffer = self._weights[index]
+            buffer = self._flat_buffers[index]
             self._groups.gather.broadcast(buffer.full, rank)
             self._groups.replicate.broadcast(buffer.full, replica)
         # Peers may still be reading this rank's shards for the gather that opened the block.
         self._groups.gather.sum_to_host(torch.zeros(1, dtype=torch.float64, device=self.device))
         for index in buckets:
-            self._weights[index].write_back()
+            self._flat_buffers[index].write_back()
 
     def _buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
         if params is None:
-            return list(range(len(self._weights)))
+            return list(range(len(self._flat_buffers)))
         if isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, nn.Parameter):
@@ -328,7 +355,7 @@ class Engine(nn.Module):
         found: dict[int, None] = {}
         for parameter in params:
             home = home_of(parameter)
-            if home is None or home.buffer not in self._weights:
+            if home is None or home.buffer not in self._flat_buffers:
                 raise ShardedAccessError(
                     f"engine.gathered() got a tensor of shape {tuple(parameter.shape)} that is not one of this "
                     f"engine's parameters"
@@ -338,13 +365,13 @@ class Engine(nn.Module):
 
     def full_fp32(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor with the values the optimizer updates, in the parameter's shape. All ranks call it."""
-        buffer = self._weights[self._buckets_of(parameter)[0]]
+        buffer = self._flat_buffers[self._buckets_of(parameter)[0]]
         slot = buffer.layout.slots[home_of(parameter).index]
         return buffer.full_master()[slot.offset : slot.end].view(slot.spec.shape).clone()
 
     def status(self, parameter: nn.Parameter) -> Status:
         """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        return self._weights[self._buckets_of(parameter)[0]].status
+        return self._flat_buffers[self._buckets_of(parameter)[0]].status
 
     # ---- what happens -------------------------------------------------------------------------------
 
@@ -379,7 +406,7 @@ class Engine(nn.Module):
     def measured_memory(self) -> MemoryBill:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
-        for buffer in self._weights:
+        for buffer in self._flat_buffers:
             tensor = buffer.full if buffer.layout.resident else buffer.shard
             parameters += tensor.numel() * tensor.element_size()
             if buffer.master is not None and buffer.master is not buffer.shard:
@@ -429,12 +456,12 @@ class Engine(nn.Module):
             return
         self._executor.end_step()
         self._executor.reduces.clear()
-        self._closed = True
+        self._closed = self._executor.closed = True
         for handle in self._handles:
             handle.remove()
-        for buffer in self._weights:
+        for buffer in self._flat_buffers:
             buffer.release()
-        self._weights, self._gradients = (), ()
+        self._flat_buffers, self._gradients = (), ()
         self._groups.close()
 
     def _check_open(self, what: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.buffers import FlatBuffer
+from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
 from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
@@ -89,6 +90,8 @@ class Executor:
         """Called with every point and action as it runs: how tests and measurements look on."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward starts, before its first point."""
+        self.closed = False
+        """The engine is gone; hooks on the graphs it left behind do nothing."""
         self.peak_gathered = 0
         """Bytes of non-resident `full` buffers alive at once, the most so far."""
         self.divergences = 0
@@ -228,8 +231,15 @@ class Executor:
         buffer = self._buffers[bucket]
         if buffer.layout.resident or not buffer.is_live or self._uses[bucket].is_open:
             return
+        edited = buffer.edited()
         buffer.free()
         self._live_bytes -= buffer.layout.nbytes
+        if edited:
+            raise ShardedAccessError(
+                f"parameter {edited[0]!r} was edited in place while it was gathered for compute; the edit is "
+                f"lost, since ranks could have edited differently (nn.Embedding's max_norm does this in "
+                f"forward). Edit on every rank inside `with engine.gathered(param, modifier_rank=0): ...`."
+            )
 
     # ---- forward ------------------------------------------------------------------------------------
 
@@ -242,6 +252,11 @@ class Executor:
         for bucket in buckets:
             self.at(Kind.FORWARD, bucket)
 
+    @property
+    def touched_here(self) -> Sequence[int]:
+        """Buckets that were touched, not announced, in the innermost forward so far."""
+        return self._frames[-1] if self._frames else ()
+
     def leave(self, buckets: Sequence[int], outputs: Sequence[Tensor], may_save: bool) -> None:
         """A unit's forward ended, also by an exception.
 
@@ -250,7 +265,8 @@ class Executor:
         """
         touched = self._frames.pop() if self._frames else []
         used = (*buckets, *touched)
-        announced = self.watch(outputs, buckets)
+        # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
+        announced = self.watch(outputs, used)
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
@@ -289,10 +305,14 @@ class Executor:
         def before_backward(_: Tensor) -> None:
             nonlocal latest
             task = _graph_task()
+            if self.closed:  # the weights are all there, for good
+                return
             if task != latest:
                 latest = task
                 self._enter_backward()
                 for bucket in buckets:
+                    # With create_graph, a later backward of this one reads the weights unannounced.
+                    self._uses[bucket].pinned |= torch.is_grad_enabled()
                     self.at(Kind.BACKWARD, bucket)
 
         for tensor in watched:

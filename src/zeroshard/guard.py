@@ -12,6 +12,7 @@ fails, where a view of freed storage would crash the process.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -184,12 +185,12 @@ class ShardedParameter(nn.Parameter):
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
-        home = home_of(self)
-        raise refuse_access(home.name, home.shape, home.shards, "deepcopy")
+        home_of(self).need("deepcopy")  # from here on the class is the one the user gave
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        home = home_of(self)
-        raise refuse_access(home.name, home.shape, home.shards, "pickle")
+        home_of(self).need("pickle")
+        return self.__reduce_ex__(protocol)
 
 
 def _describe(parameter: Tensor) -> str:

@@ -46,7 +46,11 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
     frozen = tuple(bucket for bucket in freed if not layout.buckets[bucket].trainable)
     trains = any(layout.buckets[bucket].trainable for bucket in freed)
 
+    handled: list[BaseException | None] = []
+    """Of each forward that runs: the exception that was being handled around it when it began."""
+
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        handled.append(sys.exc_info()[1])
         executor.enter(unit.buckets)
         if frozen and torch.is_grad_enabled():
             inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
@@ -55,13 +59,15 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
                 register_multi_grad_hook(inputs, lambda _: executor.inputs_done(frozen), mode="all")
 
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        outputs = tensors_in(output) if freed else []
+        touched = bool(executor.touched_here)
+        outputs = tensors_in(output) if freed or touched else []
         # An exception ends a forward too (early stop of a recomputation); its graph goes nowhere.
-        raised = output is None and sys.exc_info()[1] is not None
+        around = handled.pop() if handled else None
+        raised = output is None and sys.exc_info()[1] is not around
         may_save = (
             not raised
             and torch.is_grad_enabled()
-            and (trains or (bool(frozen) and any(t.requires_grad for t in tensors_in((args, kwargs)))))
+            and (trains or touched or (bool(frozen) and _any_requires_grad((args, kwargs))))
         )
         executor.leave(freed, outputs, may_save)
 
@@ -69,6 +75,10 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
         module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
         module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
     ]
+
+
+def _any_requires_grad(inputs: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
 def _hook_inputs(root: nn.Module, dtype: torch.dtype) -> RemovableHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -99,7 +100,9 @@ def initialize(
     if world.rank == 0:
         for note in parsed.notes:
             log.info("config: %s", note)
-    groups = open_groups(policy_of(parsed, batch, world.size), world)
+    policy = policy_of(parsed, batch, world.size)
+    _check_same_on_all_ranks(model, policy, world)
+    groups = open_groups(policy, world)
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
     )
@@ -214,6 +217,29 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
             f"path of a JSON file"
         )
     return next(iter(named.values()))
+
+
+def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> None:
+    """Ranks that disagree would hang, or mix up weights of equal size: compare before anything is shared."""
+    if world.size == 1:
+        return
+    facts = {
+        "zero_optimization and precision settings": repr(policy),
+        "model's parameters (names, shapes, dtypes, requires_grad)": repr(
+            [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+        ),
+    }
+    digests = [zlib.crc32(text.encode()) & 0xFFFF for text in facts.values()]
+    sums = torch.tensor([*digests, *(d * d for d in digests)], dtype=torch.float64, device=world.device)
+    dist.all_reduce(sums, group=world.group)
+    total = sums.tolist()
+    for place, what in enumerate(facts):
+        # All equal exactly when W * sum(x^2) = (sum x)^2; exact for numbers of 16 bits.
+        if world.size * total[len(facts) + place] != total[place] ** 2:
+            raise ModelError(
+                f"ranks called `initialize` with different {what} (this is rank {world.rank}). Build the "
+                f"same model from the same config on every rank."
+            )
 
 
 def open_groups(policy: Policy, world: World) -> Groups:

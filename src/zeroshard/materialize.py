@@ -13,7 +13,7 @@ from zeroshard.comm import Collectives
 from zeroshard.errors import ModelError
 from zeroshard.gradients import GradientBuffer
 from zeroshard.layout import BucketLayout, ModuleSpec, ParameterSpec
-from zeroshard.policy import Policy
+from zeroshard.policy import BYTES_OF, Policy
 from zeroshard.precision import dtype_name, dtype_of
 from zeroshard.streams import Lane
 
@@ -92,6 +92,11 @@ def _spec(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None)
         raise ModelError(
             f"parameter {name!r} is {'sparse' if parameter.is_sparse else 'complex'}; only dense real "
             f"parameters can be sharded."
+        )
+    if dtype_name(parameter.dtype) not in BYTES_OF:
+        raise ModelError(
+            f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}, which cannot be sharded; known are "
+            f"{', '.join(BYTES_OF)}. Keep it as a buffer, or view it as uint8."
         )
     dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
     return ParameterSpec(
