@@ -213,8 +213,8 @@ class FlatBuffer:
             if not self.shares_memory(parameter):
                 raise StateError(
                     f"parameter {slot.name!r} was given other memory after `initialize` (`.data = ...`, or "
-                    f"`.half()`, `.double()`, `.to()` of the model), so the engine would train weights that the "
-                    f"model does not use. Change dtype and device before `initialize`; edit in place, inside "
+                    f"`.half()`, `.double()`, `.to()` of the model), so the engine would train weights that "
+                    f"the model does not use. Change dtype and device before `initialize`; edit inside "
                     f"`engine.gathered(param, modifier_rank=0)`."
                 )
 

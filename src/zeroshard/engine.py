@@ -221,17 +221,17 @@ class Engine(nn.Module):
             ]
         if stray:
             raise StateError(
-                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would ignore "
-                f"it: it was assigned by hand, or the parameter was frozen when `initialize` saw it and trains "
-                f"now. Gradients must come from backward(); of what is to be unfrozen later, set requires_grad "
-                f"to False only after `initialize`."
+                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would "
+                f"ignore it: it was assigned by hand, or the parameter was frozen when `initialize` saw it "
+                f"and trains now. Gradients must come from backward(); of what is to be unfrozen later, set "
+                f"requires_grad to False only after `initialize`."
             )
         for number, group in enumerate(optimizer.param_groups):
             if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
                 raise StateError(
                     f"the optimizer's group {number} got parameters after `initialize`, which the step would "
-                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may wait "
-                    f"its turn."
+                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may "
+                    f"wait its turn."
                 )
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

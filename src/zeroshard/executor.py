@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.buffers import FlatBuffer
 from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
-from zeroshard.guard import refuse_access
+from zeroshard.guard import WeightReads, refuse_access
 from zeroshard.layout import Layout
 from zeroshard.policy import Policy
 from zeroshard.schedule import Schedule, Step, compile_schedule, expected_trace, live_elements
@@ -64,6 +64,8 @@ class _Use:
     """Autograd graph tasks between B and b."""
     pinned: bool = False
     """A view of the weights went where no point can follow it: kept until the step."""
+    strays: bool = False
+    """Backward has read the weights outside of B to b: from now on, what autograd saves pins them."""
     claims: int = 0
     """Open `holding` blocks."""
 
@@ -110,6 +112,12 @@ class Executor:
         self._live_bytes = 0
         self._depth = 0
         self._frames: list[list[int]] = []
+        self._readers: list[WeightReads | None] = []
+        self._bucket_at = {
+            buffer.full.untyped_storage()._cdata: buffer.layout.index
+            for buffer in buffers
+            if not buffer.layout.resident
+        }
         self._tasks: list[int] = []
         self._trace: list[Action] = []
         self._records_grad = True
@@ -251,6 +259,38 @@ class Executor:
         self._frames.append([])
         for bucket in buckets:
             self.at(Kind.FORWARD, bucket)
+        self._readers.append(self._start_reader())
+
+    def _start_reader(self) -> WeightReads | None:
+        """On a path that is new, see which operations read weights: their backward may come unannounced."""
+        if self._plan is not None or not self._bucket_at or not torch.is_grad_enabled() or self._in_backward:
+            return None
+        reader = WeightReads(self._watch_reads)
+        reader.__enter__()  # type: ignore[no-untyped-call]
+        return reader
+
+    def _watch_reads(self, storages: set[int], made: Sequence[Tensor]) -> None:
+        buckets = [self._bucket_at[storage] for storage in storages & self._bucket_at.keys()]
+        if not buckets:
+            return
+
+        def before_backward(_: Tensor) -> None:
+            for bucket in buckets:
+                self._stray(bucket)
+
+        for tensor in made:
+            tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+
+    def _stray(self, bucket: int) -> None:
+        """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""
+        use, task = self._uses[bucket], _graph_task()
+        if self.closed or use.pinned or task in use.backwards:
+            return
+        self._enter_backward()
+        use.strays = True
+        use.backwards.add(task)
+        self.perform(Action(Kind.GATHER, bucket))
+        self.perform(Action(Kind.WAIT, bucket))
 
     @property
     def touched_here(self) -> Sequence[int]:
@@ -263,6 +303,9 @@ class Executor:
         `may_save`: autograd may have saved weights inside. If then no output can announce the backward, or
         an output is a view of the weights, the buckets are pinned rather than freed under a saved view.
         """
+        reader = self._readers.pop() if self._readers else None
+        if reader is not None:
+            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         touched = self._frames.pop() if self._frames else []
         used = (*buckets, *touched)
         # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
@@ -270,8 +313,10 @@ class Executor:
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
-                if (may_save and not announced) or any(map(buffer.shares_memory, outputs)):
-                    self._uses[bucket].pinned = True
+                use = self._uses[bucket]
+                unsafe = may_save and (use.strays or not announced)
+                if unsafe or any(map(buffer.shares_memory, outputs)):
+                    use.pinned = True
             self.at(Kind.END_FORWARD, bucket)
         self._depth = max(self._depth - 1, 0)
 
@@ -377,6 +422,9 @@ class Executor:
         trace, self._trace = tuple(self._trace), []
         # What is still open belongs to a forward or backward that raised and never reported its end.
         self._tasks, self._frames, self._depth = [], [], 0
+        for reader in filter(None, self._readers):
+            reader.stop()
+        self._readers = []
         for use in self._uses:
             use.forwards, use.backwards = 0, set()
         self._drop_unclaimed()

@@ -354,3 +354,39 @@ def as_a_module(rank: int, world: int, stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_engine_is_a_module(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(as_a_module, stage) == [True, True]
+
+
+class LeavesTrace(Block):
+    """Its result is used through an attribute; what it returns requires grad, but the loss ignores it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trace = x * self.up.weight[0] * self.up.weight[1] + self.down(torch.tanh(self.up(x)))
+        return x + self.trace
+
+
+class UsesTraces(Net):
+    block = LeavesTrace
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return sum(block.trace.square().mean() for block in self.blocks)  # type: ignore[return-value]
+
+
+class Detaches(Block):
+    """Uses its weights also cut off from their gradient: they are read after their gradient came."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x @ self.up.weight.detach().t()) @ self.down.weight.detach().t()
+        return h + super().forward(x + h)
+
+
+class DetachedWeights(Net):
+    block = Detaches
+
+
+@pytest.mark.parametrize("model_fn", [UsesTraces, DetachedWeights])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_read_where_no_output_tells(
+    ranks2: RankPool, stage: int, model_fn: Callable[[], nn.Module]
+) -> None:
+    assert max(ranks2.run(parity, stage, model_fn)) <= 1e-6
