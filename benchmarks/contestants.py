@@ -159,8 +159,12 @@ def zero_config(stage: int, batch: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
-        # Nothing is kept from forward to backward, as in FSDP2: gathered twice, 3P in all.
-        "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0},
+        # Nothing persists and nothing is kept from forward to backward, as in FSDP2: gathered twice, 3P in all.
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
     }
 
 

@@ -171,6 +171,10 @@ class FlatBuffer:
         pairs = zip(self.layout.slots, self.parameters, self._versions, strict=True)
         return [slot.name for slot, parameter, version in pairs if parameter._version != version]
 
+    def fingerprint(self) -> int:
+        """A number that an edit of the gathered weights changes: their bits, added up."""
+        return int(self.full.view(torch.int32).sum(dtype=torch.int64))
+
     def accept_edits(self) -> None:
         """What is in `full` now counts as unedited."""
         self._versions = [parameter._version for parameter in self.parameters]

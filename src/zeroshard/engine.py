@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.buffers import FlatBuffer, Status
+from zeroshard.comm import ballot, unanimous
 from zeroshard.config import BatchPlan, Config
 from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
 from zeroshard.executor import Executor
@@ -203,6 +204,9 @@ class Engine(nn.Module):
                 "optimizer.step(closure) is not supported: gradients are reduced before the step"
             )
         self._check_nothing_ignored(optimizer)
+        for buffer in self._flat_buffers:
+            if buffer.layout.resident and buffer.edited():
+                buffer.write_back()
         self._executor.end_step()
         self._executor.reduces.flush()
         self._gradient_bytes = max(self._gradient_bytes, sum(g.nbytes() for g in self._trained()))
@@ -247,12 +251,10 @@ class Engine(nn.Module):
         """One small sum over all ranks: the norm, which parameters have a gradient anywhere, and whether
         ranks ran the same gathers. Returns the global gradient norm."""
         order = self._executor.reduces.agreed_order()
-        # 16 bits of each checksum: their squares add up exactly in float64.
-        gathers = self._executor.gather_digest & 0xFFFF
-        order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order) & 0xFFFF
+        order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order)
+        votes = ballot([self._executor.gather_digest, order_digest])
         flags = [float(i in g.had) for g in self._trained() for i in range(len(g.layout.slots))]
-        head = [0.0, gathers, gathers**2, order_digest, order_digest**2]
-        vector = torch.tensor([*head, *flags], dtype=torch.float64, device=self.device)
+        vector = torch.tensor([0.0, *votes, *flags], dtype=torch.float64, device=self.device)
         for gradient in self._trained():
             if gradient.shard is not None:
                 wide = torch.promote_types(gradient.shard.dtype, torch.float32)
@@ -261,26 +263,19 @@ class Engine(nn.Module):
         if self._groups.replicate.size > 1:
             vector = torch.tensor(sums, dtype=torch.float64, device=self.device)
             sums = self._groups.replicate.sum_to_host(vector)
-        self._check_same_gathers(sums[1], sums[2])
-        if self._all_equal(sums[3], sums[4]):
+        same_gathers, same_order = unanimous(sums[1 : 1 + len(votes)], self.policy.world)
+        if not same_gathers:
+            raise ScheduleError(
+                f"ranks gathered different parameters since the last step (this is rank {self._rank}): they "
+                f"did not run the same modules in the same order, so weights may have been mixed up. Make "
+                f"control flow the same on all ranks, or name the part that differs as one unit with "
+                f"zero_optimization.leaf_module."
+            )
+        if same_order:
             self._executor.reduces.order = order
-        self._adopt_flags(sums[len(head) :])
+        self._adopt_flags(sums[1 + len(votes) :])
         # Every replica added the norm of the same gradients.
         return float((sums[0] / self._groups.replicate.size) ** 0.5)
-
-    def _all_equal(self, total: float, total_of_squares: float) -> bool:
-        """All ranks gave the same number: exactly when W * sum(x^2) = (sum x)^2. Exact for 16-bit numbers."""
-        return self.policy.world * total_of_squares == total * total
-
-    def _check_same_gathers(self, total: float, total_of_squares: float) -> None:
-        if self._all_equal(total, total_of_squares):
-            return
-        raise ScheduleError(
-            f"ranks gathered different parameters since the last step (this is rank {self._rank}): they did "
-            f"not run the same modules in the same order, so weights may have been mixed up. Make control flow "
-            f"the same on all ranks, or name the part that differs as one unit with "
-            f"zero_optimization.leaf_module."
-        )
 
     def _adopt_flags(self, flags: Sequence[float]) -> None:
         """A parameter with a gradient on any rank has one on all; with none anywhere it is left alone."""
@@ -319,13 +314,22 @@ class Engine(nn.Module):
         self._check_open("gathered")
         buckets = self._buckets_of(params)
         with self._executor.holding(buckets):
-            for index in buckets:
-                self._flat_buffers[index].accept_edits()
-            yield
-            edited = any(self._flat_buffers[index].edited() for index in buckets)
-            for index in buckets:
-                self._flat_buffers[index].accept_edits()
-            if edited and modifier_rank is None:
+            held = [self._flat_buffers[index] for index in buckets]
+            for buffer in held:
+                buffer.accept_edits()
+            # The fingerprint also sees edits through `.data`, which leave no version behind.
+            before = [buffer.fingerprint() for buffer in held] if modifier_rank is None else []
+            edited = False
+            try:
+                yield
+                edited = modifier_rank is None and (
+                    any(buffer.edited() for buffer in held)
+                    or before != [buffer.fingerprint() for buffer in held]
+                )
+            finally:
+                for buffer in held:
+                    buffer.accept_edits()
+            if edited:
                 raise ShardedAccessError(
                     "weights were edited inside engine.gathered() without modifier_rank. Cure: "
                     "`engine.gathered(params, modifier_rank=0)` keeps rank 0's edit on all ranks. If you did "
@@ -454,6 +458,8 @@ class Engine(nn.Module):
         """
         if self._closed:
             return
+        if self._executor.is_held:
+            raise StateError("close() inside engine.gathered(): leave the block first")
         self._executor.end_step()
         self._executor.reduces.clear()
         self._closed = self._executor.closed = True

@@ -471,6 +471,11 @@ class Executor:
 
     # ---- access from outside ------------------------------------------------------------------------
 
+    @property
+    def is_held(self) -> bool:
+        """Inside a `holding` block."""
+        return any(use.claims for use in self._uses)
+
     @contextmanager
     def holding(self, buckets: Sequence[int]) -> Iterator[None]:
         """Gather `buckets` and keep them until the block ends. All ranks enter and leave."""

@@ -228,8 +228,10 @@ class WeightReads(TorchFunctionMode):
 
 def _has_storage(tensor: Tensor) -> bool:
     """A plain dense tensor, not a wrapper of torch.func or a sharded stand-in."""
-    return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter) and not (
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return (
+        tensor.layout is torch.strided
+        and type(tensor) in (Tensor, nn.Parameter)
+        and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor))
     )
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zeroshard.buffers import FlatBuffer
-from zeroshard.comm import LocalCollectives, open_collectives
+from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
 from zeroshard.config import (
     AutoFacts,
     BatchPlan,
@@ -229,13 +229,12 @@ def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> 
             [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
         ),
     }
-    digests = [zlib.crc32(text.encode()) & 0xFFFF for text in facts.values()]
-    sums = torch.tensor([*digests, *(d * d for d in digests)], dtype=torch.float64, device=world.device)
+    sums = torch.tensor(
+        ballot(zlib.crc32(text.encode()) for text in facts.values()), dtype=torch.float64, device=world.device
+    )
     dist.all_reduce(sums, group=world.group)
-    total = sums.tolist()
-    for place, what in enumerate(facts):
-        # All equal exactly when W * sum(x^2) = (sum x)^2; exact for numbers of 16 bits.
-        if world.size * total[len(facts) + place] != total[place] ** 2:
+    for what, same in zip(facts, unanimous(sums.tolist(), world.size), strict=True):
+        if not same:
             raise ModelError(
                 f"ranks called `initialize` with different {what} (this is rank {world.rank}). Build the "
                 f"same model from the same config on every rank."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["cast_floating", "dtype_name", "dtype_of", "map_tensors", "tensors_in"]
+
+
+MAX_DEPTH = 8
+"""Containers within containers that are looked into; deeper ones are left alone, and so are circles."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -36,15 +40,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _collect(value: Any, found: list[Tensor], depth: int) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found, depth + 1)
+        return
+    if depth == MAX_DEPTH or isinstance(value, (str, bytes, type, torch.nn.Module)):
+        return
+    if isinstance(value, dict):
+        items: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            _collect(item, found, depth + 1)
-    elif depth < 4 and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        for item in vars(value).values():
-            _collect(item, found, depth + 1)
+        items = value
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    for item in items:
+        _collect(item, found, depth + 1)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -12,7 +12,7 @@ from models import Block, features
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.errors import ScheduleError, ShardedAccessError
+from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
 from zeroshard.testing import RankPool, RunFailedError
 from zeroshard.trace import Action, Kind
 
@@ -269,6 +269,10 @@ def edits(rank: int, world: int, stage: int, bf16: bool) -> None:
         group["lr"] = 0.0
     with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight), torch.no_grad():
         weight.fill_(rank + 1.0)
+    with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight):
+        weight.data.fill_(rank + 2.0)  # leaves no version behind
+    with pytest.raises(StateError, match="inside engine.gathered"), engine.gathered(weight):
+        engine.close()
     with engine.gathered(weight, modifier_rank=1), torch.no_grad():
         weight.fill_(rank + 5.0)
     for step in range(2):
@@ -312,6 +316,29 @@ def read_right_after_step(rank: int, world: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_resident_weights_can_be_read_right_after_the_step(ranks2: RankPool, stage: int) -> None:
     assert max(ranks2.run(read_right_after_step, stage)) <= 1e-6
+
+
+def edits_outside(rank: int, world: int, stage: int, bf16: bool) -> None:
+    """Resident weights may be edited in place between steps, on all ranks alike; the masters follow."""
+    engine, model, _, _ = start({"stage": stage}, bf16={"enabled": bf16})
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    for step in range(3):
+        engine.backward(engine(features(step, 0, rank), (0, 1)).square().mean())
+        engine.step()
+        with torch.no_grad():
+            model.blocks[0].up.weight.fill_(step)
+    engine.backward(engine(features(3, 0, rank), (0, 1)).square().mean())
+    engine.step()
+    assert bool((model.blocks[0].up.weight == 2).all())
+    assert bool((engine.full_fp32(model.blocks[0].up.weight) == 2).all())
+    engine.close()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_of_resident_weights_between_steps(ranks2: RankPool, stage: int, bf16: bool) -> None:
+    ranks2.run(edits_outside, stage, bf16)
 
 
 def life_cycle(rank: int, world: int, stage: int) -> tuple[float, int, int]:

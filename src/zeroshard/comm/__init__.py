@@ -3,6 +3,7 @@
 Read `seam.py` first (the protocol), then `choose.py` (which implementation a group gets).
 """
 
+from zeroshard.comm.agreement import ballot, unanimous
 from zeroshard.comm.choose import open_collectives
 from zeroshard.comm.counting import CountingCollectives, Traffic
 from zeroshard.comm.fake import FakeCollectives
@@ -21,5 +22,7 @@ __all__ = [
     "TorchCollectives",
     "Traffic",
     "Work",
+    "ballot",
     "open_collectives",
+    "unanimous",
 ]
