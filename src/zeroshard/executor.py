@@ -263,7 +263,8 @@ class Executor:
 
     def _start_reader(self) -> WeightReads | None:
         """On a path that is new, see which operations read weights: their backward may come unannounced."""
-        if self._plan is not None or not self._bucket_at or not torch.is_grad_enabled() or self._in_backward:
+        known = self._plan is not None or not self._bucket_at
+        if known or any(self._readers) or not torch.is_grad_enabled() or self._in_backward:
             return None
         reader = WeightReads(self._watch_reads)
         reader.__enter__()  # type: ignore[no-untyped-call]
