@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.buffers import FlatBuffer
+from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
 from zeroshard.guard import WeightReads, refuse_access
@@ -83,11 +84,13 @@ class Executor:
         policy: Policy,
         buffers: Sequence[FlatBuffer],
         gradients: Sequence[GradientBuffer | None],
+        groups: Sequence[Collectives],
         *,
         warn_of_divergence: bool = False,
     ) -> None:
+        """`groups` together hold all ranks: over them gradients are reduced."""
         self.layout, self.policy = layout, policy
-        self.reduces = ReduceQueue(gradients, layout.reduce_order)
+        self.reduces = ReduceQueue(gradients, layout.reduce_order, groups)
         self.on_action: Callable[[Action], None] | None = None
         """Called with every point and action as it runs: how tests and measurements look on."""
         self.on_backward: Callable[[], None] | None = None
@@ -376,7 +379,9 @@ class Executor:
         task = _graph_task()
         if task in self._tasks:
             return
-        if not self._tasks:
+        if self._tasks:
+            self.reduces.nested = True
+        else:
             if self.on_backward is not None:
                 self.on_backward()
             self.reduces.begin()

@@ -50,7 +50,7 @@ class GradientBuffer:
         """Slots that got a gradient on this rank since the last step."""
         self.shard: Tensor | None = None
         """The reduced and accumulated gradient of this rank's part; None when there is none."""
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._shard_group, self._replicate_group = shard_group, replicate_group
         self._keep_local = keep_local
         self._reduce_dtype = reduce_dtype or dtype
@@ -106,7 +106,7 @@ class GradientBuffer:
             keep_in_place = self._keep_local and self.shard is None and local is self._local
             part = local[self._own]
             if self.layout.shards > 1 and not keep_in_place:
-                part = torch.empty(self.layout.shard_numel, dtype=local.dtype, device=self._device)
+                part = torch.empty(self.layout.shard_numel, dtype=local.dtype, device=self.device)
             if self.layout.shards > 1:
                 work = self._shard_group.reduce_scatter(part, local, average=True)
             else:
@@ -178,7 +178,7 @@ class GradientBuffer:
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         group = self._shard_group if self.layout.shards > 1 else self._replicate_group
-        local = group.empty(self.layout.padded, dtype=dtype, device=self._device)
+        local = group.empty(self.layout.padded, dtype=dtype, device=self.device)
         for start, stop in self.layout.gaps():
             local[start:stop].zero_()
         return local
@@ -214,15 +214,24 @@ class ReduceQueue:
     a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
     """
 
-    def __init__(self, gradients: Sequence[GradientBuffer | None], order: Sequence[int]) -> None:
+    def __init__(
+        self,
+        gradients: Sequence[GradientBuffer | None],
+        order: Sequence[int],
+        groups: Sequence[Collectives],
+    ) -> None:
+        """`groups` together hold all ranks; `order` names every trainable bucket."""
         self.order = list(order)
+        self.nested = False
+        """The running backward has others inside (reentrant checkpointing): a parameter's gradient may come in
+        several parts, the later ones after its bucket was reduced."""
         self.enabled = True
         """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
         self.pending = False
         """A round ended without reduction since the last one that reduced."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
-        self._gradients = gradients
+        self._gradients, self._groups = gradients, groups
         self._ready: set[int] = set()
         self._next = 0
         self._flying: list[GradientBuffer] = []
@@ -230,6 +239,7 @@ class ReduceQueue:
     def begin(self) -> None:
         """A backward starts."""
         self.observed = []
+        self.nested = False
         self._ready = set()
         self._next = 0
 
@@ -253,9 +263,21 @@ class ReduceQueue:
         for bucket in self.order[self._next :]:
             self._launch(bucket)
         self._next = len(self.order)
+        if self.nested and self.order:
+            for bucket in self._late():
+                self._launch(bucket)
         while self._flying:
             self._flying.pop(0).finish_reduce()
         self.pending = False
+
+    def _late(self) -> list[int]:
+        """Buckets for which gradients came after their reduction, on any rank."""
+        device = self._gradient(self.order[0]).device
+        flags = [float(self._gradient(bucket).has_local) for bucket in self.order]
+        for group in self._groups:
+            if group.size > 1:
+                flags = group.sum_to_host(torch.tensor(flags, dtype=torch.float64, device=device))
+        return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
 
     def flush(self) -> None:
         """Reduce what only accumulated locally, all buckets at once."""
@@ -281,10 +303,14 @@ class ReduceQueue:
     def _launch(self, bucket: int) -> None:
         if len(self._flying) >= MAX_REDUCES:
             self._flying.pop(0).finish_reduce()
-        gradient = self._gradients[bucket]
-        assert gradient is not None, f"bucket {bucket} is frozen"
+        gradient = self._gradient(bucket)
         gradient.launch_reduce()
         self._flying.append(gradient)
+
+    def _gradient(self, bucket: int) -> GradientBuffer:
+        gradient = self._gradients[bucket]
+        assert gradient is not None, f"bucket {bucket} is frozen"
+        return gradient
 
 
 class ShardSlice(Tensor):

@@ -137,6 +137,7 @@ def build_engine(
         policy,
         buffers,
         gradients,
+        (groups.reduce, groups.replicate),
         warn_of_divergence=config.zero_optimization.log_trace_cache_warnings,
     )
     handles = install(description.modules, description.parameters, layout, executor, compute)

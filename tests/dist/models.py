@@ -171,6 +171,48 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class ReentrantInside(nn.Module):
+    """Blocks that recompute a part of themselves in a nested backward, between two plain uses of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sandwich() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class TwoInputs(nn.Module):
+    """One recomputed encoder on two inputs: each nested backward completes its gradients anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block(6, 5) for _ in range(2))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.encoder:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.clone().requires_grad_(), (-2 * x).requires_grad_()
+        return (self.encode(first) - self.encode(second)).square().mean()
+
+
+class Sandwich(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        x = checkpoint(self.linear, x, use_reentrant=True)
+        return self.linear(torch.tanh(x))
+
+
 def tokens(step: int, micro: int, rank: int) -> Tensor:
     """(4, 6) tokens below 11, different for every step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(1 + step * 100 + micro * 10 + rank)

@@ -119,12 +119,12 @@ def retained_graph(rank: int, world: int, stage: int) -> float:
     return finish(engine, model, reference)
 
 
-def heads_by_rank(rank: int, world: int, stage: int) -> tuple[float, float]:
-    """Each rank trains another head (persistent or resident, so gathers do not differ)."""
+def heads_by_rank(rank: int, world: int, stage: int, bucket_size: int) -> tuple[float, float]:
+    """Each rank trains another head (one unit, or resident, so gathers do not differ)."""
     reference, model = pair(Net)
     expected = sgd(reference)
     zero = config(stage)
-    zero["zero_optimization"]["leaf_module"] = {"names": ["heads"]}
+    zero["zero_optimization"].update(leaf_module={"names": ["heads"]}, reduce_bucket_size=bucket_size)
     engine, optimizer, _, _ = zeroshard.initialize(model=model, optimizer=sgd(model), config=zero)
     for step in range(4):
         engine(features(step, 0, rank), rank % 2).square().mean().backward()
@@ -297,14 +297,41 @@ def test_equal_to_plain_pytorch(ranks2: RankPool, stage: int, case: Callable[...
     assert max(ranks2.run(case, stage)) <= 1e-6
 
 
+class WithBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("flags", torch.rand(3) > 0.5)
+        self.register_buffer("count", torch.randint(0, 9, ()))
+
+
+def seeds_by_rank(rank: int, world: int, stage: int) -> bool:
+    """Ranks that built different weights all train rank 0's."""
+    torch.manual_seed(rank)
+    model = WithBuffers()
+    torch.manual_seed(0)
+    expected = WithBuffers()
+    engine, _ = engine_of(model, stage)
+    engine.close()
+    known = expected.state_dict()
+    return all(torch.equal(value, known[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_everybody_starts_from_the_values_of_rank_0(ranks2: RankPool, stage: int) -> None:
+    assert all(ranks2.run(seeds_by_rank, stage))
+
+
 @pytest.mark.parametrize("how", ["engine", "optimizer"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_dropped_gradients_are_gone(ranks2: RankPool, stage: int, how: str) -> None:
     assert max(ranks2.run(dropped_gradients, stage, how)) <= 1e-6
 
 
+@pytest.mark.parametrize("bucket_size", [1, 500_000_000])
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_may_use_different_heads(ranks2: RankPool, stage: int) -> None:
-    results = ranks2.run(heads_by_rank, stage)
+def test_ranks_may_use_different_heads(ranks2: RankPool, stage: int, bucket_size: int) -> None:
+    """With a bucket per parameter, buckets become ready in another order on each rank."""
+    results = ranks2.run(heads_by_rank, stage, bucket_size)
     assert max(error for error, _ in results) <= 1e-6
     assert results[0][1] == results[1][1]

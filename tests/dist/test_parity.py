@@ -13,9 +13,11 @@ from models import (
     External,
     Frozen,
     Odd,
+    ReentrantInside,
     ReturnsView,
     Shared,
     SideOutput,
+    TwoInputs,
     features,
     sgd,
     tokens,
@@ -64,7 +66,7 @@ def test_bf16(ranks2: RankPool, stage: int, accumulation: int) -> None:
 
 @pytest.mark.parametrize(
     "model_fn",
-    [External, ReturnsView, Shared, SideOutput, Frozen],
+    [External, ReturnsView, Shared, SideOutput, Frozen, ReentrantInside, TwoInputs],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_use_outside_the_own_module(ranks2: RankPool, stage: int, model_fn: Callable[[], Any]) -> None:
