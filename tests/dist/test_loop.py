@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -295,6 +296,31 @@ def existing_state(rank: int, world: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_equal_to_plain_pytorch(ranks2: RankPool, stage: int, case: Callable[..., float]) -> None:
     assert max(ranks2.run(case, stage)) <= 1e-6
+
+
+def small_terms(rank: int, world: int, stage: int, synced: bool) -> float:
+    """256 equal small gradients in bf16, none announced in the config; the relative error of their sum."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 8, bias=False)
+    nn.init.zeros_(model.weight)
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=config(stage, bf16={"enabled": True}),
+    )
+    for _ in range(256):
+        with contextlib.nullcontext() if synced else engine.no_sync():
+            (engine(torch.ones(1, 64)).sum() * 2**-12).backward()
+    optimizer.step()
+    error = float((engine.full_fp32(model.weight) + 256 * 2**-12).abs().max()) / (256 * 2**-12)
+    engine.close()
+    return error
+
+
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_bf16_gradients_are_not_lost_in_the_sum(ranks2: RankPool, stage: int, synced: bool) -> None:
+    assert max(ranks2.run(small_terms, stage, synced)) <= 1e-2
 
 
 class WithBuffers(Net):
