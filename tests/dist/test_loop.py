@@ -299,7 +299,7 @@ def test_equal_to_plain_pytorch(ranks2: RankPool, stage: int, case: Callable[...
 
 
 def small_terms(rank: int, world: int, stage: int, synced: bool) -> float:
-    """256 equal small gradients in bf16, none announced in the config; the relative error of their sum."""
+    """1024 equal small gradients in bf16, none announced in the config; the relative error of their sum."""
     torch.manual_seed(0)
     model = nn.Linear(64, 8, bias=False)
     nn.init.zeros_(model.weight)
@@ -308,11 +308,11 @@ def small_terms(rank: int, world: int, stage: int, synced: bool) -> float:
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         config=config(stage, bf16={"enabled": True}),
     )
-    for _ in range(256):
+    for _ in range(1024):
         with contextlib.nullcontext() if synced else engine.no_sync():
             (engine(torch.ones(1, 64)).sum() * 2**-12).backward()
     optimizer.step()
-    error = float((engine.full_fp32(model.weight) + 256 * 2**-12).abs().max()) / (256 * 2**-12)
+    error = float((engine.full_fp32(model.weight) + 1024 * 2**-12).abs().max()) / (1024 * 2**-12)
     engine.close()
     return error
 
