@@ -100,3 +100,16 @@ def test_short_configs_work_as_they_stand(config: dict[str, Any]) -> None:
         engine.step()
     assert engine(tokens(0, 0, 0)) < before
     engine.close()
+
+
+def test_keys_without_effect_are_told_and_the_bill_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "log_level": "info",
+        "zero_optimization": {"stage": 1, "contiguous_gradients": False},
+    }
+    engine, *_ = zeroshard.initialize(model=Odd(), config=config)
+    engine.close()
+    told = [record.getMessage() for record in caplog.records if record.name == "zeroshard"]
+    assert any("zero_optimization.contiguous_gradients" in message for message in told)
+    assert any("predicted memory of a rank: parameters" in message for message in told)

@@ -87,7 +87,7 @@ def initialize(
     parsed = parse(raw, facts=facts_of(model, optimizer, world))
     require_supported(parsed)
     if parsed.log_level is not None:
-        log.setLevel(parsed.log_level.upper())
+        _set_log_level(parsed.log_level)
     batch = resolve_batch(
         parsed.train_batch_size,
         parsed.train_micro_batch_size_per_gpu,
@@ -97,15 +97,19 @@ def initialize(
         source=parsed.source,
         allow_unset=True,
     )
-    if world.rank == 0:
-        for note in parsed.notes:
-            log.info("config: %s", note)
+    if world.rank == 0 and parsed.notes:
+        # A warning, so that it is seen without any logging set up: no key is ignored in silence.
+        log.warning(
+            "\n  ".join([f"{parsed.source}: keys without effect, or under an old name:", *parsed.notes])
+        )
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
     groups = open_groups(policy, world)
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
     )
+    if world.rank == 0:
+        log.info("predicted memory of a rank: %s", engine.predicted_memory())
     if training_data is not None:
         engine.training_dataloader = build_loader(training_data, collate_fn, parsed, batch, world)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -203,6 +207,15 @@ def _hidden_size(config: Any) -> int | None:
         sizes.append(getattr(getattr(config, part, None), "hidden_size", None))
     known = [size for size in sizes if isinstance(size, int)]
     return max(known, default=None)
+
+
+def _set_log_level(level: str) -> None:
+    """What the config asks to hear is heard, also where no logging is set up."""
+    log.setLevel(level.upper())
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("zeroshard: %(message)s"))
+        log.addHandler(handler)
 
 
 def _one_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -39,6 +39,10 @@ class MemoryBill:
         values = (self.parameters, self.gradients, self.master, self.optimizer_state, self.gathered_peak)
         return tuple(zip(CATEGORIES, values, strict=True))
 
+    def __str__(self) -> str:
+        known = [f"{name} {value / 1e9:.3f} GB" for name, value in self.rows() if value is not None]
+        return ", ".join(known)
+
     @property
     def total(self) -> int:
         """All categories that are known. The gathered peak overlaps the others in time, not in memory."""
