@@ -25,7 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
 from zeroshard.guard import ShardedParameter
-from zeroshard.layout import BucketLayout
+from zeroshard.layout import ALIGNMENT_BYTES, BucketLayout
 from zeroshard.streams import Lane
 
 __all__ = ["FlatBuffer", "Status", "Watcher"]
@@ -171,9 +171,14 @@ class FlatBuffer:
         pairs = zip(self.layout.slots, self.parameters, self._versions, strict=True)
         return [slot.name for slot, parameter, version in pairs if parameter._version != version]
 
-    def fingerprint(self) -> int:
-        """A number that an edit of the gathered weights changes: their bits, added up."""
-        return int(self.full.view(torch.int32).sum(dtype=torch.int64))
+    def fingerprint(self) -> tuple[int, int]:
+        """Two numbers, at least one of which an edit of the gathered weights changes: their bits, added up and
+        weighted by place in two ways, so that exchanging values shows as well."""
+        rows = self.full.view(torch.int32).view(-1, ALIGNMENT_BYTES // 4)
+        place = torch.arange(1, len(rows) + 1, device=rows.device)
+        columns = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+        by_row, by_column = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
+        return int((by_row * place).sum()), int((by_column * columns).sum())
 
     def accept_edits(self) -> None:
         """What is in `full` now counts as unedited."""
@@ -233,6 +238,7 @@ class FlatBuffer:
             if self.master is not None and self.master is not self.shard:
                 edited = self._own != self.master.to(self._own.dtype)
                 self.master.copy_(torch.where(edited, self._own, self.master))
+        self._lane.wait_for_compute()
 
     def full_master(self) -> Tensor:
         """All ranks' masters, end to end (padded elements). A collective; frozen buckets give their weights."""
@@ -261,6 +267,7 @@ class FlatBuffer:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view.clone()
             del parameter._zeroshard  # type: ignore[attr-defined]
+        self._lane.wait_for_compute()  # `full` is the lane's memory and goes with this object
 
     def _move(self, to: Status) -> None:
         if (self._status, to) not in TRANSITIONS:

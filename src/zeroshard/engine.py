@@ -32,6 +32,7 @@ from zeroshard.materialize import Groups
 from zeroshard.memory import MemoryBill, predict_memory
 from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
 from zeroshard.policy import Policy
+from zeroshard.schedule import Schedule
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["Engine", "StepResult"]
@@ -95,7 +96,7 @@ class Engine(nn.Module):
         self._printed = (0, time.perf_counter())
         executor.on_backward = self._begin_backward
         if optimizer is not None:
-            handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            optimizer.register_step_pre_hook(self._before_optimizer)  # stays, to refuse a step after close()
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))
 
     # ---- the loop -----------------------------------------------------------------------------------
@@ -169,7 +170,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate locally; the next one outside, or the step, reduces the sum."""
+        """Backwards inside only accumulate locally; the next one outside, or the step, reduces the sum.
+
+        The price is memory: each rank holds the full gradient of the model meanwhile, at every stage.
+        """
         before, self._sync = self._sync, False
         try:
             yield
@@ -213,6 +217,8 @@ class Engine(nn.Module):
         norm = self._agree()
         coefficient = self._clip(norm)
         self.last_step = StepResult(norm, coefficient)
+        for gradient in self._trained():
+            gradient.updating = True
 
     def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
         """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
@@ -243,6 +249,8 @@ class Engine(nn.Module):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
                 buffer.refresh()
+        for gradient in self._trained():
+            gradient.updating = False
         self._executor.reduces.clear()
         self._backwards = 0
         self.global_steps += 1
@@ -380,9 +388,11 @@ class Engine(nn.Module):
     # ---- what happens -------------------------------------------------------------------------------
 
     @property
-    def schedule(self) -> Any:
-        """The schedule of the latest path: prints as `0GATHER 0WAIT 0F ...`. None before the first step."""
-        self._executor.end_path()
+    def schedule(self) -> Schedule | None:
+        """The schedule of the latest finished path: prints as `0GATHER 0WAIT 0F ...`. None before there is one.
+
+        A path is finished by the step, or by the next forward from outside.
+        """
         schedules = self._executor.schedules
         return schedules[-1] if schedules else None
 
@@ -454,7 +464,7 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Remove all hooks and free all states; the module keeps its full weights. All ranks call it.
 
-        The optimizer handed to `initialize` is of no further use. Idempotent.
+        The optimizer loses its state and its parameters; make a new one for the module. Idempotent.
         """
         if self._closed:
             return
@@ -462,12 +472,18 @@ class Engine(nn.Module):
             raise StateError("close() inside engine.gathered(): leave the block first")
         self._executor.end_step()
         self._executor.reduces.clear()
-        self._closed = self._executor.closed = True
+        self._closed = True
         for handle in self._handles:
             handle.remove()
-        for buffer in self._flat_buffers:
-            buffer.release()
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for group in self.optimizer.param_groups:
+                group["params"] = []
+        self._executor.close()
+        buffers = list(self._flat_buffers)
         self._flat_buffers, self._gradients = (), ()
+        while buffers:  # one by one, so that weights are never held twice
+            buffers.pop().release()
         self._groups.close()
 
     def _check_open(self, what: str) -> None:

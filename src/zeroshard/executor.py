@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import Collectives
@@ -112,7 +113,6 @@ class Executor:
             Kind.REDUCE: self.reduces.ready,
         }
         self._uses = [_Use() for _ in buffers]
-        self._live_bytes = 0
         self._depth = 0
         self._frames: list[list[int]] = []
         self._readers: list[WeightReads | None] = []
@@ -128,6 +128,9 @@ class Executor:
         self._latest: dict[bool, Plan] = {}
         self._plan: Plan | None = None
         self._path_open = False
+        self._leaf_hooks: list[RemovableHandle] = []
+        self._counted: set[int] = set()
+        """Live buckets that count as gathered by a step, not by `holding`."""
         for buffer in buffers:
             buffer.watcher = self
 
@@ -138,7 +141,8 @@ class Executor:
         point = Action(kind, bucket)
         self._count(point)
         plan = self._follow(point)
-        self._trace.append(point)
+        if self._path_open:
+            self._trace.append(point)
         if plan is None:
             self._demand(point)
             return
@@ -230,8 +234,10 @@ class Executor:
             return
         self.gather_digest = digest([Action(Kind.GATHER, bucket)], self.gather_digest)
         buffer.gather()
-        self._live_bytes += buffer.layout.nbytes
-        self.peak_gathered = max(self.peak_gathered, self._live_bytes)
+        if not self._uses[bucket].claims:
+            self._counted.add(bucket)
+            live = sum(self._buffers[index].layout.nbytes for index in self._counted)
+            self.peak_gathered = max(self.peak_gathered, live)
 
     def _wait(self, bucket: int) -> None:
         if not self.layout.buckets[bucket].resident:
@@ -244,7 +250,7 @@ class Executor:
             return
         edited = buffer.edited()
         buffer.free()
-        self._live_bytes -= buffer.layout.nbytes
+        self._counted.discard(bucket)
         if edited:
             raise ShardedAccessError(
                 f"parameter {edited[0]!r} was edited in place while it was gathered for compute; the edit is "
@@ -365,8 +371,14 @@ class Executor:
                     self.at(Kind.BACKWARD, bucket)
 
         for tensor in watched:
-            tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+            handle = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:
+                self.remove_after_step(handle)
         return bool(watched)
+
+    def remove_after_step(self, handle: RemovableHandle) -> None:
+        """A hook on a tensor that outlives the graph: it would be there again for every forward."""
+        self._leaf_hooks.append(handle)
 
     # ---- backward -----------------------------------------------------------------------------------
 
@@ -424,7 +436,7 @@ class Executor:
         """The path is over: plan it if it is new, and leave nothing gathered that nobody needs."""
         if not self._path_open:
             return
-        self._path_open = False
+        self._path_open, self._plan = False, None
         trace, self._trace = tuple(self._trace), []
         # What is still open belongs to a forward or backward that raised and never reported its end.
         self._tasks, self._frames, self._depth = [], [], 0
@@ -442,6 +454,8 @@ class Executor:
         self.end_path()
         for use in self._uses:
             use.pinned = False
+        while self._leaf_hooks:
+            self._leaf_hooks.pop().remove()
         self._drop_unclaimed()
 
     def _plan_for(self, trace: tuple[Action, ...]) -> Plan:
@@ -474,6 +488,13 @@ class Executor:
         for bucket, use in enumerate(self._uses):
             if not use.is_open:
                 self._free(bucket)
+
+    def close(self) -> None:
+        """Let go of all buffers; hooks on graphs that are still around do nothing from here on."""
+        self.closed = True
+        self._buffers, self._gradients = (), ()
+        self.reduces = ReduceQueue((), (), ())
+        self._run = {}
 
     # ---- access from outside ------------------------------------------------------------------------
 

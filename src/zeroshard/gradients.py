@@ -48,6 +48,8 @@ class GradientBuffer:
         """Slots whose gradient came in the running backward."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
+        self.updating = False
+        """The optimizer is at work: it sees only gradients it has elements of."""
         self.shard: Tensor | None = None
         """The reduced and accumulated gradient of this rank's part; None when there is none."""
         self._dtype, self.device = dtype, device
@@ -62,6 +64,8 @@ class GradientBuffer:
         self._local: Tensor | None = None
         self._written: set[int] = set()
         self._work: tuple[Work, Tensor, Tensor] | None = None
+        self._stand_ins: dict[int, Tensor] = {}
+        """What was shown for gradients that are not reduced yet, to see whether they were zeroed."""
         if keep_local:
             self._local = self._allocate(accumulate_dtype or dtype)
 
@@ -70,15 +74,12 @@ class GradientBuffer:
         """Gradients are waiting to be reduced."""
         return bool(self._written)
 
-    @property
-    def is_reducing(self) -> bool:
-        return self._work is not None
-
     def collect(self, index: int, gradient: Tensor) -> None:
         """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         slot = self.layout.slots[index]
+        self._drop_zeroed()
         with torch.no_grad():
             local = self._writable_local()
             if index in self._written:
@@ -96,6 +97,7 @@ class GradientBuffer:
         Every rank of the group must call it, in the same order of buckets, with or without gradients.
         """
         self.finish_reduce()
+        self._drop_zeroed()
         with torch.no_grad():
             local = self._writable_local()
             for index, slot in enumerate(self.layout.slots):
@@ -138,19 +140,28 @@ class GradientBuffer:
         return self.shard
 
     def piece(self, index: int) -> Tensor | None:
-        """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none."""
-        if index not in self.had:
+        """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none.
+
+        One that is not reduced yet has no value to show. NaN stands in for it, so that `zero_grad` finds
+        something to drop and nobody takes it for a gradient.
+        """
+        piece = self._pieces[index]
+        if index not in self.had or (self.updating and not piece.numel):
             return None
         total = self.promote()
-        if total is None:
-            return None
-        piece = self._pieces[index]
-        return total[piece.at : piece.at + piece.numel]
+        if total is not None:
+            return total[piece.at : piece.at + piece.numel]
+        if index not in self._stand_ins:
+            self._stand_ins[index] = torch.full(
+                (piece.numel,), torch.nan, dtype=self._optimizer_dtype, device=self.device
+            )
+        return self._stand_ins[index]
 
     def discard(self, index: int) -> None:
         """Slot `index`'s gradient is dropped (`zero_grad`)."""
         self.had.discard(index)
         self._written.discard(index)
+        self._stand_ins.pop(index, None)
         piece = self._pieces[index]
         if self.shard is not None and piece.numel:
             self.shard[piece.at : piece.at + piece.numel].zero_()
@@ -164,6 +175,7 @@ class GradientBuffer:
         self.had = set()
         self.arrived = set()
         self._written = set()
+        self._stand_ins = {}
         if not self._keep_local:
             self._local = None
 
@@ -192,6 +204,12 @@ class GradientBuffer:
             # Reduced in place by an earlier backward of this window, and about to be overwritten.
             self.shard = self.shard.clone()
         return self._local
+
+    def _drop_zeroed(self) -> None:
+        """`zero_grad(set_to_none=False)` writes zeros into what it was shown."""
+        for index, shown in list(self._stand_ins.items()):
+            if shown._version and not shown.isnan().any():
+                self.discard(index)
 
     def _aliases_local(self, tensor: Tensor) -> bool:
         assert self._local is not None
@@ -340,8 +358,8 @@ class ShardSlice(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient as accumulated so far. None also for a slice of 0 elements: nothing to update."""
-        if self._gradients is None or not self.numel():
+        """The gradient as accumulated so far. An optimizer at work sees none for a slice of 0 elements."""
+        if self._gradients is None:
             return None
         gradient = self._gradients.piece(self._index)
         return None if gradient is None else gradient.view(self.shape)

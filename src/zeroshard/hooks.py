@@ -56,7 +56,9 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
             inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             if inputs:
                 # Frozen weights get no gradient that could tell when backward is done with them.
-                register_multi_grad_hook(inputs, lambda _: executor.inputs_done(frozen), mode="all")
+                handle = register_multi_grad_hook(inputs, lambda _: executor.inputs_done(frozen), mode="all")
+                if any(tensor.is_leaf for tensor in inputs):
+                    executor.remove_after_step(handle)
 
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         touched = bool(executor.touched_here)

@@ -260,13 +260,13 @@ def open_groups(policy: Policy, world: World) -> Groups:
     if policy.world == 1:
         return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=LocalCollectives())
     if policy.shard_size == 1:
-        replicate = open_collectives(dist.new_group(), world.device)
-        return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=replicate)
-    return Groups(
-        gather=open_collectives(dist.new_group(), world.device),
-        reduce=open_collectives(dist.new_group(), world.device),
-        replicate=LocalCollectives(),
-    )
+        group = dist.new_group()
+        replicate = open_collectives(group, world.device)
+        local = LocalCollectives()
+        return Groups(gather=local, reduce=local, replicate=replicate, owned=(group,))
+    groups = (dist.new_group(), dist.new_group())
+    gather, reduce = (open_collectives(group, world.device) for group in groups)
+    return Groups(gather=gather, reduce=reduce, replicate=LocalCollectives(), owned=groups)
 
 
 def _refuse_second_engine(model: nn.Module) -> None:

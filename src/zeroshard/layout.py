@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from zeroshard.policy import BYTES_OF, Policy
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "BucketLayout",
     "Layout",
     "ModuleSpec",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.buffers import FlatBuffer
@@ -37,10 +38,14 @@ class Groups:
     gather: Collectives
     reduce: Collectives
     replicate: Collectives
+    owned: tuple[dist.ProcessGroup, ...] = ()
+    """Process groups made for these collectives, which end with them."""
 
     def close(self) -> None:
         for group in (self.gather, self.reduce, self.replicate):
             group.close()
+        for made in self.owned:
+            dist.destroy_process_group(made)
 
 
 def describe(
@@ -172,16 +177,24 @@ def build_gradients(
 
 def move_buffers(model: nn.Module, groups: Groups, device: torch.device) -> None:
     """Put the model's buffers on `device`, with rank 0's values. Their dtype is never changed."""
+    moved: dict[int, Tensor] = {}  # a buffer of several modules stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue
-            moved = buffer.to(device)
-            module._buffers[name] = moved
-            if moved.numel() and not moved.is_sparse:
-                flat = moved.detach().reshape(-1).contiguous()
-                as_bytes = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-                groups.replicate.broadcast(as_bytes, 0)
-                groups.gather.broadcast(as_bytes, 0)
-                with torch.no_grad():
-                    moved.copy_(flat.view(moved.shape))
+            if id(buffer) not in moved:
+                moved[id(buffer)] = _shared_buffer(buffer.detach().to(device), groups)
+            module._buffers[name] = moved[id(buffer)]
+
+
+def _shared_buffer(buffer: Tensor, groups: Groups) -> Tensor:
+    """`buffer` with rank 0's values: the same tensor unless its elements share memory."""
+    if buffer.is_sparse or not buffer.numel():
+        return buffer
+    flat = buffer.reshape(-1).contiguous()
+    as_bytes = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+    groups.replicate.broadcast(as_bytes, 0)
+    groups.gather.broadcast(as_bytes, 0)
+    if not buffer.is_contiguous():
+        return flat.view(buffer.shape)
+    return buffer.copy_(flat.view(buffer.shape))

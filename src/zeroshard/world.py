@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ class World:
     """None when there is one process and no group."""
 
 
-def join(timeout: datetime.timedelta | None = None) -> World:
+def join() -> World:
     """Join the run: the group that exists, else the one torchrun's environment describes, else alone.
 
     Raises CommError when the environment says there are several processes but not how to meet them.
@@ -48,10 +47,9 @@ def join(timeout: datetime.timedelta | None = None) -> World:
     if len(present) == len(_TORCHRUN):
         device = _local_device(env)
         backend = dist.get_default_backend_for_device(device)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index or 0)
-        options = {} if timeout is None else {"timeout": timeout}
-        dist.init_process_group(backend, **options)  # type: ignore[arg-type]
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        dist.init_process_group(backend)
         return _of_group("WORLD_SIZE in the environment")
     _refuse_half_a_launch(env, present)
     return World(
@@ -64,6 +62,8 @@ def _of_group(origin: str) -> World:
     assert group is not None
     on_cpu = dist.get_backend(group) == "gloo"
     device = torch.device("cpu") if on_cpu else _local_device(os.environ)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
     return World(
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
@@ -79,6 +79,8 @@ def _local_device(env: Mapping[str, str]) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
+    if accelerator.type == "mps":  # no float64 and no process group of its own
+        return torch.device("cpu")
     count = torch.accelerator.device_count()
     index = int(env.get("LOCAL_RANK", torch.accelerator.current_device_index()))
     if index >= count:

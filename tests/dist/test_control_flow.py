@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from models import Block, features
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.buffers import FlatBuffer
 from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
+from zeroshard.gradients import GradientBuffer
 from zeroshard.testing import RankPool, RunFailedError
 from zeroshard.trace import Action, Kind
 
@@ -271,6 +274,12 @@ def edits(rank: int, world: int, stage: int, bf16: bool) -> None:
         weight.fill_(rank + 1.0)
     with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight):
         weight.data.fill_(rank + 2.0)  # leaves no version behind
+    with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight):
+        weight.data.copy_(torch.arange(float(weight.numel())).view_as(weight))
+    with engine.gathered(weight, modifier_rank=0):
+        weight.data.copy_(torch.arange(float(weight.numel())).view_as(weight))
+    with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight):
+        weight.data.copy_(weight.data.flip(0))  # the same values in other places
     with pytest.raises(StateError, match="inside engine.gathered"), engine.gathered(weight):
         engine.close()
     with engine.gathered(weight, modifier_rank=1), torch.no_grad():
@@ -341,6 +350,69 @@ def test_edits_of_resident_weights_between_steps(ranks2: RankPool, stage: int, b
     ranks2.run(edits_outside, stage, bf16)
 
 
+def looking_on(rank: int, world: int) -> tuple[float, int]:
+    """The schedule is read at all moments of a step; nothing comes of it."""
+    engine, model, reference, expected = start()
+    for step in range(4):
+        loss = engine(features(step, 0, rank), (0, 1, 2)).square().mean()
+        str(engine.schedule)
+        loss.register_hook(lambda _: print(str(engine.schedule)[:0], end=""))
+        engine.backward(loss)
+        str(engine.schedule)
+        engine.step()
+        for other in range(world):
+            (reference(features(step, 0, other), (0, 1, 2)).square().mean() / world).backward()
+        expected.step()
+        expected.zero_grad()
+    divergences = engine.executor.divergences
+    return finish(engine, model, reference), divergences
+
+
+def test_reading_the_schedule_changes_nothing(ranks2: RankPool) -> None:
+    for error, divergences in ranks2.run(looking_on):
+        assert error <= 1e-6
+        assert divergences == 0
+
+
+class Prompted(nn.Module):
+    """Frozen blocks under a trainable input that is a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6, 5).requires_grad_(False) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("wide", torch.ones(1).expand(4))
+        self.again = nn.Identity()
+        self.again.register_buffer("wide", self.wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def leaf_inputs(rank: int, world: int) -> list[int]:
+    model = Prompted()
+    engine, _, _, _ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.head.parameters(), lr=0.1),
+        config={"zero_optimization": STAGE3},
+    )
+    assert model.wide is model.again.wide
+    prompt = features(0, 0, 0).requires_grad_()
+    counts = []
+    for _ in range(3):
+        engine.backward(engine(prompt))
+        engine.step()
+        counts.append(len(prompt._backward_hooks or ()))
+    engine.close()
+    return counts
+
+
+def test_hooks_on_a_leaf_input_do_not_pile_up(ranks2: RankPool) -> None:
+    assert ranks2.run(leaf_inputs) == [[0, 0, 0]] * 2
+
+
 def life_cycle(rank: int, world: int, stage: int) -> tuple[float, int, int]:
     """Five engines one after the other on one model."""
     torch.manual_seed(0)
@@ -356,6 +428,11 @@ def life_cycle(rank: int, world: int, stage: int) -> tuple[float, int, int]:
         train(engine, reference, optimizers[1], rank, world, turn, (0, 1, 2, 3))
         engine.close()
         engine.close()
+        alive = [b for b in gc.get_objects() if isinstance(b, FlatBuffer | GradientBuffer)]
+        assert not alive
+        assert not optimizers[0].state
+        with pytest.raises(StateError, match="after engine.close"):
+            optimizers[0].step()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
     model(features(0, 0, 0), (0, 1)).square().mean().backward()

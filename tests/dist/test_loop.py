@@ -159,16 +159,22 @@ def no_sync(rank: int, world: int, stage: int) -> float:
     return finish(engine, model, reference)
 
 
-def dropped_gradients(rank: int, world: int, stage: int, how: str) -> float:
-    """A bad batch: its gradients are dropped by zero_grad before the step."""
+def dropped_gradients(rank: int, world: int, stage: int, how: str, when: str) -> float:
+    """A bad batch: its gradients are dropped by zero_grad, after they were reduced or before."""
     reference, model = pair(Odd)
     expected = sgd(reference)
-    engine, optimizer = engine_of(model, stage)
+    engine, optimizer = engine_of(model, stage, gradient_accumulation_steps=2 if when == "counting" else 1)
     for step in range(3):
-        model(tokens(step, 1, rank)).backward()
-        (engine if how == "engine" else optimizer).zero_grad()
+        with engine.no_sync() if when == "no_sync" else contextlib.nullcontext():
+            model(tokens(step, 1, rank)).backward()
+        if how == "engine":
+            engine.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=how == "optimizer")
         model(tokens(step, 0, rank)).backward()
         optimizer.step()
+        if how != "optimizer, zeros":
+            optimizer.zero_grad()
         for other in range(world):
             (reference(tokens(step, 0, other)) / world).backward()
         expected.step()
@@ -348,10 +354,11 @@ def test_everybody_starts_from_the_values_of_rank_0(ranks2: RankPool, stage: int
     assert all(ranks2.run(seeds_by_rank, stage))
 
 
-@pytest.mark.parametrize("how", ["engine", "optimizer"])
+@pytest.mark.parametrize("when", ["reduced", "no_sync", "counting"])
+@pytest.mark.parametrize("how", ["engine", "optimizer", "optimizer, zeros"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_dropped_gradients_are_gone(ranks2: RankPool, stage: int, how: str) -> None:
-    assert max(ranks2.run(dropped_gradients, stage, how)) <= 1e-6
+def test_dropped_gradients_are_gone(ranks2: RankPool, stage: int, how: str, when: str) -> None:
+    assert max(ranks2.run(dropped_gradients, stage, how, when)) <= 1e-6
 
 
 @pytest.mark.parametrize("bucket_size", [1, 500_000_000])

@@ -54,6 +54,7 @@ def explain(
     with planned_engine(zero, ranks) as engine:
         _print_buckets(console, engine)
         schedule = engine.schedule
+        assert schedule is not None
         shown = {b.index: b.name for b in engine.layout.buckets if not b.resident}
         console.print(f"\n[bold]schedule[/] (digest {schedule.digest:08x})\n{schedule}", markup=True)
         if shown:
