@@ -19,15 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.config import parse, resolve_batch
 from zeroshard.precision import cast_floating
 from zeroshard.testing.ranks import RankPool
 
 __all__ = ["BF16_TOLERANCE", "FP32_TOLERANCE", "Difference", "assert_parity", "measure_parity"]
 
 FP32_TOLERANCE = 1e-6
-BF16_TOLERANCE = 1e-2
+BF16_TOLERANCE = 3e-2
 """Largest difference relative to the parameter's scale. Averaging over ranks in bf16 rounds each gradient once
-more, by up to 2^-8 of it; with `communication_data_type: fp32` the fp32 tolerance holds."""
+more, by up to 2^-8 of it, so this only tells right from wrong; with `communication_data_type: fp32` the
+reference is met to the last bits, and `FP32_TOLERANCE` can be asked for."""
+SMALLEST_SCALE = 0.02
+"""A usual standard deviation of initial weights. Parameters that begin at zero have no scale of their own yet:
+theirs would be the few steps they moved, of which the order of a sum decides more than 1e-6."""
+
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int, int, int], Any]
@@ -41,7 +47,7 @@ class Difference:
 
     parameter: str
     relative: float
-    """max |p - reference| / max(1, max |reference|)."""
+    """max |p - reference| / max(0.02, max |reference|)."""
     steps: int
     losses: tuple[float, ...]
     """Loss of each step under zeroshard, averaged over ranks and micro-batches."""
@@ -129,8 +135,16 @@ def _compare(
     loss_fn: LossFn,
     steps: int,
 ) -> Difference:
-    accumulation = int(config.get("gradient_accumulation_steps", 1))
-    clipping = float(config.get("gradient_clipping", 1.0))
+    known = parse(config)
+    batch = resolve_batch(
+        known.train_batch_size,
+        known.train_micro_batch_size_per_gpu,
+        known.gradient_accumulation_steps,
+        world,
+        "the ranks of this comparison",
+        allow_unset=True,
+    )
+    accumulation, clipping = batch.accumulation_steps, known.gradient_clipping
     expected, reference_losses = _reference(
         model_fn, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, _is_bf16(config)
     )
@@ -255,7 +269,7 @@ def _largest(masters: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
     for name, expected in reference.items():
         if not expected.numel():
             continue
-        scale = max(1.0, float(expected.abs().max()))
+        scale = max(float(expected.abs().max()), SMALLEST_SCALE)
         value = float((masters[name].double() - expected.double()).abs().max()) / scale
         if not value <= relative or not worst:  # NaN is the worst of all
             worst, relative = name, value
