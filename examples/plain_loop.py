@@ -24,13 +24,19 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-config = {"train_micro_batch_size_per_gpu": 32, "zero_optimization": {"stage": 3}}
+config = {
+    "train_micro_batch_size_per_gpu": 32,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,  # the default leaves tensors this small unsharded
+    },
+}
 engine, optimizer, _, _ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
 
 rank = int(os.environ.get("RANK", "0"))
 torch.manual_seed(rank)  # each rank draws its own part of the batch
 for step in range(101):
-    x = torch.randn(32, 64)
+    x = torch.randn(32, 64, device=engine.device)
     loss = (engine(x) - x[:, 0]).pow(2).mean()
     loss.backward()
     optimizer.step()

@@ -2,8 +2,8 @@
 
     engine, optimizer, loader, scheduler = zeroshard.initialize(model=model, config="ds_config.json")
 
-Importing this package imports nothing else: torch and the rest come with the first name that is used, so
-that the launcher starts at once.
+Importing this package imports nothing but its errors: torch and the rest come with the first name that is
+used, so that the launcher starts at once.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zeroshard import errors
+
 if TYPE_CHECKING:
     from zeroshard.config import Config
-    from zeroshard.engine import Engine
+    from zeroshard.engine import Engine, StepResult
     from zeroshard.initialization import initialize
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "Engine", "ZeroParamStatus", "__version__", "initialize"]
+__all__ = ["Config", "Engine", "StepResult", "ZeroParamStatus", "__version__", "errors", "initialize"]
 
 _HOME_OF = {
     "Config": ("zeroshard.config", "Config"),
     "Engine": ("zeroshard.engine", "Engine"),
+    "StepResult": ("zeroshard.engine", "StepResult"),
     "ZeroParamStatus": ("zeroshard.buffers", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),
 }

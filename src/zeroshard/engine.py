@@ -393,7 +393,7 @@ class Engine(nn.Module):
 
         A path is finished by the step, or by the next forward from outside.
         """
-        schedules = self._executor.schedules
+        schedules = self._executor.paths.schedules
         return schedules[-1] if schedules else None
 
     @property
@@ -414,7 +414,7 @@ class Engine(nn.Module):
             rank=self._groups.gather.rank,
             state_elements=STATE_ELEMENTS.get(name),
             accumulates=self.policy.accumulate_dtype is not None,
-            gathered_peak=self._executor.predicted_peak(),
+            gathered_peak=self._executor.paths.predicted_peak(),
         )
 
     def measured_memory(self) -> MemoryBill:

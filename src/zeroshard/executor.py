@@ -12,7 +12,6 @@ path is planned for its next visit.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,31 +28,13 @@ from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
 from zeroshard.guard import WeightReads, refuse_access
 from zeroshard.layout import Layout
+from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
-from zeroshard.schedule import Schedule, Step, compile_schedule, expected_trace, live_elements
 from zeroshard.trace import Action, Kind, digest
 
-__all__ = ["Executor", "Plan"]
+__all__ = ["Executor"]
 
 log = logging.getLogger("zeroshard")
-
-MAX_PATHS = 32
-"""Planned paths kept; the least recently used goes first."""
-
-PathKey = tuple[bool, tuple[Action, ...]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A schedule cut into the steps the executor runs."""
-
-    schedule: Schedule
-    points: tuple[Action, ...]
-    steps: tuple[Step, ...]
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Plan:
-        return cls(schedule, schedule.points, schedule.steps())
 
 
 @dataclass
@@ -124,8 +105,7 @@ class Executor:
         self._tasks: list[int] = []
         self._trace: list[Action] = []
         self._records_grad = True
-        self._plans: OrderedDict[PathKey, Plan] = OrderedDict()
-        self._latest: dict[bool, Plan] = {}
+        self.paths = Paths(layout, policy)
         self._plan: Plan | None = None
         self._path_open = False
         self._leaf_hooks: list[RemovableHandle] = []
@@ -183,18 +163,9 @@ class Executor:
         plan, position = self._plan, len(self._trace)
         if plan is None:
             return None
-        if position < len(plan.points) and plan.points[position] == point:
+        if plan.expects(position, point):
             return plan
-        seen = (*self._trace, point)
-        known = reversed(self._plans.items())
-        self._plan = next(
-            (
-                other
-                for (key, points), other in known
-                if key == self._records_grad and points[: len(seen)] == seen
-            ),
-            None,
-        )
+        self._plan = self.paths.beginning_with(self._records_grad, (*self._trace, point))
         self._drop_unclaimed()
         if self._plan is None:
             self.divergences += 1
@@ -430,7 +401,7 @@ class Executor:
         self.end_path()
         self._path_open = True
         self._records_grad = torch.is_grad_enabled()
-        self._plan = self._latest.get(self._records_grad)
+        self._plan = self.paths.expected(self._records_grad)
 
     def end_path(self) -> None:
         """The path is over: plan it if it is new, and leave nothing gathered that nobody needs."""
@@ -447,7 +418,7 @@ class Executor:
             use.forwards, use.backwards = 0, set()
         self._drop_unclaimed()
         if trace:
-            self._latest[self._records_grad] = self._plan_for(trace)
+            self.paths.learn(self._records_grad, trace)
 
     def end_step(self) -> None:
         """The optimizer is about to change the weights: nothing made from the old ones is kept."""
@@ -457,32 +428,6 @@ class Executor:
         while self._leaf_hooks:
             self._leaf_hooks.pop().remove()
         self._drop_unclaimed()
-
-    def _plan_for(self, trace: tuple[Action, ...]) -> Plan:
-        identity = (self._records_grad, trace)
-        plan = self._plans.get(identity)
-        if plan is None:
-            if self._plans:
-                log.debug("new path of %d points: it is planned from its next visit on", len(trace))
-            plan = Plan.of(compile_schedule(trace, self.layout, self.policy))
-            self._plans[identity] = plan
-            if len(self._plans) > MAX_PATHS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(identity)
-        return plan
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """The schedules of the known paths, latest last."""
-        return [plan.schedule for plan in self._plans.values()]
-
-    def predicted_peak(self) -> int:
-        """Bytes gathered at once that the known schedules allow at most; a guess before the first backward."""
-        schedules = self.schedules
-        if True not in self._latest:
-            schedules.append(compile_schedule(expected_trace(self.layout), self.layout, self.policy))
-        nbytes = {bucket.index: bucket.nbytes for bucket in self.layout.buckets}
-        return max(max(live_elements(schedule.actions, nbytes), default=0) for schedule in schedules)
 
     def _drop_unclaimed(self) -> None:
         for bucket, use in enumerate(self._uses):

@@ -62,7 +62,7 @@ def train(engine: Any, reference: nn.Module, expected: Any, rank: int, world: in
 def finish(engine: Any, model: nn.Module, reference: nn.Module) -> float:
     executor = engine.executor
     executor.end_path()
-    assert executor.peak_gathered <= executor.predicted_peak(), (executor.peak_gathered, executor.predicted_peak())
+    assert executor.peak_gathered <= executor.paths.predicted_peak(), (executor.peak_gathered, executor.paths.predicted_peak())
     engine.close()
     both = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((p - q).abs().max()) for p, q in both)

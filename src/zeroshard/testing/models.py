@@ -88,7 +88,9 @@ def smollm2_folder() -> str:
 def smollm2() -> nn.Module:
     """SmolLM2-135M-Instruct in fp32, as de-quantised."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # every rank would draw its own
     folder = smollm2_folder()
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # Some versions of transformers go on calling that model quantised and refuse to save it.
