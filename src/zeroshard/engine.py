@@ -32,6 +32,7 @@ from zeroshard.materialize import Groups
 from zeroshard.memory import MemoryBill, predict_memory
 from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
 from zeroshard.policy import Policy
+from zeroshard.precision import squared_norm
 from zeroshard.schedule import Schedule
 from zeroshard.trace import Action, Kind, digest
 
@@ -265,8 +266,7 @@ class Engine(nn.Module):
         vector = torch.tensor([0.0, *votes, *flags], dtype=torch.float64, device=self.device)
         for gradient in self._trained():
             if gradient.shard is not None:
-                wide = torch.promote_types(gradient.shard.dtype, torch.float32)
-                vector[0] += torch.linalg.vector_norm(gradient.shard, dtype=wide).double() ** 2
+                vector[0] += squared_norm(gradient.shard)
         sums = self._groups.reduce.sum_to_host(vector)
         if self._groups.replicate.size > 1:
             vector = torch.tensor(sums, dtype=torch.float64, device=self.device)
