@@ -237,7 +237,7 @@ def _pickle_request(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     if getattr(fn, "__module__", None) == "__main__" and not os.path.isfile(script):
         raise RunFailedError(
-            f"{fn!r} is defined in an interactive session; worker processes cannot import it. {cure}"
+            f"{fn!r} is defined at an interactive prompt; worker processes cannot import it. {cure}"
         )
     try:
         pickle.dumps(fn)
