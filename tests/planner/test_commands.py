@@ -43,7 +43,8 @@ def test_check_judges(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: float
 ) -> None:
     """With a limit that nothing can meet it finds every run different, and says so by its status."""
-    monkeypatch.setattr(check_module, "_cases", lambda: [Case("fp32", 1, 0.0)])
+    tiny = check_module.SUBJECTS["tiny"]._replace(cases=(Case("fp32", 1, 0.0),))
+    monkeypatch.setitem(check_module.SUBJECTS, "tiny", tiny)
     monkeypatch.setattr(check_module, "FP32_TOLERANCE", limit)
     status = main(["check", "--steps", "2"])
     out = capsys.readouterr().out
