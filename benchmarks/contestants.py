@@ -113,9 +113,10 @@ class ZeroShard(Contestant):
     """As `zeroshard.initialize` makes it, with counters around its collectives: they need not pass torch."""
 
     def __init__(self, model: Decoder, stage: int, batch: int) -> None:
-        from zeroshard import initialization as zs
+        from zeroshard.assembly import build_engine, policy_of
         from zeroshard.comm import CountingCollectives
         from zeroshard.config import parse, resolve_batch
+        from zeroshard.initialization import open_groups
         from zeroshard.materialize import Groups
         from zeroshard.world import join
 
@@ -123,11 +124,11 @@ class ZeroShard(Contestant):
         world = join()
         config = parse(zero_config(stage, batch))
         plan = resolve_batch(None, batch, None, world.size, world.size_origin)
-        groups = zs.open_groups(zs.policy_of(config, plan, world.size), world)
+        groups = open_groups(policy_of(config, plan, world.size), world)
         self.counters = {
             name: CountingCollectives(getattr(groups, name)) for name in ("gather", "reduce", "replicate")
         }
-        self.engine: Any = zs.build_engine(
+        self.engine: Any = build_engine(
             model, config, plan, Groups(**self.counters), world.device, adamw(model)
         )
 

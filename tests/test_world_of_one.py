@@ -112,4 +112,4 @@ def test_keys_without_effect_are_told_and_the_bill_is_logged(caplog: pytest.LogC
     engine.close()
     told = [record.getMessage() for record in caplog.records if record.name == "zeroshard"]
     assert any("zero_optimization.contiguous_gradients" in message for message in told)
-    assert any("predicted memory of a rank: parameters" in message for message in told)
+    assert any("memory of a rank (MB)" in message for message in told)

@@ -99,6 +99,8 @@ class FlatBuffer:
         self.parameters = tuple(parameters)
         self.full, self.shard, self.master = full, shard, master
         self.watcher: Watcher | None = None
+        self.access: Any = None
+        """Who reads and edits states of these parameters (`access.Access`)."""
         self.group, self._lane = group, lane
         self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]
         self._nbytes = full.untyped_storage().nbytes()
@@ -240,12 +242,10 @@ class FlatBuffer:
                 self.master.copy_(torch.where(edited, self._own, self.master))
         self._lane.wait_for_compute()
 
-    def full_master(self) -> Tensor:
-        """All ranks' masters, end to end (padded elements). A collective; frozen buckets give their weights."""
-        part = self.shard if self.master is None else self.master.detach()
-        whole = torch.empty(self.layout.padded, dtype=part.dtype, device=part.device)
-        self.group.all_gather(whole, part).wait()
-        return whole
+    @property
+    def owned(self) -> Tensor:
+        """This rank's part of what is trained: the master, or the shard where there is none of its own."""
+        return self.shard if self.master is None else self.master.detach()
 
     def need(self, parameter: str, operation: str) -> None:
         """A guarded parameter is touched."""

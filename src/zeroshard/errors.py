@@ -9,7 +9,8 @@
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
     │   └── RankLostError      a peer went away; names the rank
-    └── StateError             an illegal move of a bucket or of the engine's life cycle
+    ├── StateError             an illegal move of a bucket or of the engine's life cycle
+    └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
 Each message names the value, where it came from, the rule it broke, and the cure.
 Asserts are kept for our own mistakes.
@@ -21,6 +22,7 @@ __all__ = [
     "CommError",
     "ConfigError",
     "ModelError",
+    "NonFiniteError",
     "NotYetError",
     "RankLostError",
     "ScheduleError",
@@ -69,3 +71,7 @@ class RankLostError(CommError):
 
 class StateError(ZeroShardError, RuntimeError):
     """An illegal move: names the object, the state it is in and the state it was asked to enter."""
+
+
+class NonFiniteError(ZeroShardError, ArithmeticError):
+    """Gradients that are not finite, step after step; names the module or parameter where it began."""

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.buffers import FlatBuffer
+from zeroshard.clock import Clock
 from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
@@ -77,6 +78,8 @@ class Executor:
         """Called with every point and action as it runs: how tests and measurements look on."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward starts, before its first point."""
+        self.clock: Clock | None = None
+        """Times the phases of a step, when somebody wants to know."""
         self.closed = False
         """The engine is gone; hooks on the graphs it left behind do nothing."""
         self.peak_gathered = 0
@@ -213,7 +216,11 @@ class Executor:
     def _wait(self, bucket: int) -> None:
         if not self.layout.buckets[bucket].resident:
             self._gather(bucket)
-        self._buffers[bucket].wait()
+        if self.clock is None:
+            self._buffers[bucket].wait()
+        else:
+            with self.clock.phase("gather wait"):
+                self._buffers[bucket].wait()
 
     def _free(self, bucket: int) -> None:
         buffer = self._buffers[bucket]
@@ -233,8 +240,10 @@ class Executor:
 
     def enter(self, buckets: Sequence[int]) -> None:
         """A unit's forward starts. The outermost one, outside backward, starts a path."""
-        if not self._depth and not self._in_backward:
+        if not self._depth and not self.in_backward:
             self._begin_path()
+            if self.clock is not None:
+                self.clock.start("forward")
         self._depth += 1
         self._frames.append([])
         for bucket in buckets:
@@ -244,7 +253,7 @@ class Executor:
     def _start_reader(self) -> WeightReads | None:
         """On a path that is new, see which operations read weights: their backward may come unannounced."""
         known = self._plan is not None or not self._bucket_at
-        if known or any(self._readers) or not torch.is_grad_enabled() or self._in_backward:
+        if known or any(self._readers) or not torch.is_grad_enabled() or self.in_backward:
             return None
         reader = WeightReads(self._watch_reads)
         reader.__enter__()  # type: ignore[no-untyped-call]
@@ -300,11 +309,13 @@ class Executor:
                     use.pinned = True
             self.at(Kind.END_FORWARD, bucket)
         self._depth = max(self._depth - 1, 0)
+        if self.clock is not None and not self._depth and not self.in_backward:
+            self.clock.stop("forward")
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """A sharded parameter is used by code that no unit announces (see `guard`)."""
         layout = self.layout.buckets[bucket]
-        if not self._depth and not self._in_backward:
+        if not self._depth and not self.in_backward:
             shape = layout.slots[self.layout.slot_of[parameter][1]].spec.shape
             raise refuse_access(parameter, shape, layout.shards, operation)
         self.at(Kind.FORWARD, bucket)
@@ -354,8 +365,13 @@ class Executor:
     # ---- backward -----------------------------------------------------------------------------------
 
     @property
-    def _in_backward(self) -> bool:
+    def in_backward(self) -> bool:
         return _graph_task() != -1
+
+    @property
+    def is_outermost(self) -> bool:
+        """The forward that runs was called from outside of the model, or recomputes a part of it."""
+        return self._depth == 1
 
     def _enter_backward(self) -> None:
         """The first report of a graph task: its end is watched from here on."""
@@ -367,6 +383,8 @@ class Executor:
         else:
             if self.on_backward is not None:
                 self.on_backward()
+            if self.clock is not None:
+                self.clock.start("backward")
             self.reduces.begin()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
@@ -394,6 +412,8 @@ class Executor:
         if not self._tasks:
             self.reduces.end()
             self._drop_unclaimed()
+            if self.clock is not None:
+                self.clock.stop("backward")
 
     # ---- paths --------------------------------------------------------------------------------------
 

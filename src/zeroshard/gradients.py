@@ -3,7 +3,7 @@
     collect     a parameter's gradient arrives in backward and is copied once into `local` (the full bucket)
     reduce      `local` is reduce-scattered (all-reduced among replicas) into this rank's part
     accumulate  the reduced part is kept, or added to what earlier backwards of the window left
-    show        the optimizer's slices read it through their `.grad`
+    show        the optimizer's slices read it through their `.grad`, without the loss scale
 
 The first gradient of a window is kept in the dtype it came in; a second one promotes the sum to fp32 (or
 `accumulate_dtype`), so small 16-bit terms are not lost and a run without accumulation pays nothing.
@@ -18,8 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.clock import Clock
 from zeroshard.comm import Collectives, Work
 from zeroshard.layout import BucketLayout, Piece
+from zeroshard.precision import squared_norm
 
 __all__ = ["GradientBuffer", "ReduceQueue", "ShardSlice", "slices_of"]
 
@@ -41,8 +43,14 @@ class GradientBuffer:
         keep_local: bool,
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype | None,
+        wide_masters: bool = True,
+        before_reduce: float = 1.0,
+        after_reduce: float = 1.0,
     ) -> None:
-        """`dtype` is the parameters'. `keep_local`: the full gradient stays allocated (stages 0 and 1)."""
+        """`dtype` is the parameters'. `keep_local`: the full gradient stays allocated (stages 0 and 1).
+
+        `before_reduce` and `after_reduce` are factors around the reduction, which averages.
+        """
         self.layout = layout
         self.arrived: set[int] = set()
         """Slots whose gradient came in the running backward."""
@@ -50,14 +58,21 @@ class GradientBuffer:
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
         """The optimizer is at work: it sees only gradients it has elements of."""
+        self.scale = 1.0
+        """What the gradients of this window are multiplied by: the loss scale they were made with."""
         self.shard: Tensor | None = None
         """The reduced and accumulated gradient of this rank's part; None when there is none."""
-        self._dtype, self.device = dtype, device
+        self._is_scaled = True
+        """`shard` still has the factor `scale`."""
+        self.device = device
+        self._before_reduce, self._after_reduce = before_reduce, after_reduce
         self._shard_group, self._replicate_group = shard_group, replicate_group
         self._keep_local = keep_local
         self._reduce_dtype = reduce_dtype or dtype
         self._accumulate_dtype = accumulate_dtype
-        self._sum_dtype = accumulate_dtype or (torch.float32 if dtype.itemsize < 4 else dtype)
+        self._optimizer_dtype = torch.float32 if dtype.itemsize < 4 and wide_masters else dtype
+        self._sum_dtype = accumulate_dtype or self._optimizer_dtype
+        self._dtype = dtype
         low = shard_group.rank * layout.shard_numel
         self._own = slice(low, low + layout.shard_numel)
         self._pieces = layout.pieces(shard_group.rank)
@@ -105,6 +120,8 @@ class GradientBuffer:
                     local[slot.offset : slot.end].zero_()
             if local.dtype is not self._reduce_dtype:
                 local = local.to(self._reduce_dtype)
+            if self._before_reduce != 1.0:
+                local.mul_(self._before_reduce)
             keep_in_place = self._keep_local and self.shard is None and local is self._local
             part = local[self._own]
             if self.layout.shards > 1 and not keep_in_place:
@@ -128,15 +145,30 @@ class GradientBuffer:
             work.wait()
             if self.layout.shards > 1 and self._replicate_group.size > 1:
                 self._replicate_group.all_reduce(part, average=True).wait()
+            if self._after_reduce != 1.0:
+                part.mul_(self._after_reduce)
             if self.shard is None:
-                self.shard = part
+                self.shard, self._is_scaled = part, True
             else:
-                self.shard = self.shard.to(self._sum_dtype).add_(part)
+                unscale = 1.0 if self._is_scaled else 1.0 / self.scale
+                self.shard = self.shard.to(self._sum_dtype).add_(part, alpha=unscale)
 
-    def promote(self) -> Tensor | None:
-        """The accumulated gradient in the optimizer's dtype (fp32 for 16-bit parameters)."""
-        if self.shard is not None and self.shard.dtype is not self._optimizer_dtype:
-            self.shard = self.shard.to(self._optimizer_dtype)
+    def squared_norm(self) -> Tensor:
+        """Of this rank's part, without the loss scale: a float64 scalar, not finite when an element is not."""
+        if self.shard is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return squared_norm(self.shard) / (self.scale if self._is_scaled else 1.0) ** 2
+
+    def promote(self, factor: float = 1.0) -> Tensor | None:
+        """The accumulated gradient in the optimizer's dtype (fp32 for 16-bit parameters), without the loss
+        scale, and from here on multiplied by `factor`."""
+        if self.shard is None:
+            return None
+        if self._is_scaled:
+            factor, self._is_scaled = factor / self.scale, False
+        self.shard = self.shard.to(self._optimizer_dtype)
+        if factor != 1.0:
+            self.shard.mul_(factor)
         return self.shard
 
     def piece(self, index: int) -> Tensor | None:
@@ -156,6 +188,16 @@ class GradientBuffer:
                 (piece.numel,), torch.nan, dtype=self._optimizer_dtype, device=self.device
             )
         return self._stand_ins[index]
+
+    def replace(self, index: int, part: Tensor) -> None:
+        """Make `part` slot `index`'s reduced gradient here, also where there was none. All ranks call it."""
+        total = self.promote()
+        if total is None:
+            total = torch.zeros(self.layout.shard_numel, dtype=self._optimizer_dtype, device=self.device)
+            self.shard, self._is_scaled = total, False
+        self.had.add(index)
+        piece = self._pieces[index]
+        total[piece.at : piece.at + piece.numel].copy_(part)
 
     def discard(self, index: int) -> None:
         """Slot `index`'s gradient is dropped (`zero_grad`)."""
@@ -183,10 +225,6 @@ class GradientBuffer:
         """Bytes held now; `shard` counts unless it is a part of the full gradient."""
         held = [tensor for tensor in (self._local, self.shard) if tensor is not None]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
-
-    @property
-    def _optimizer_dtype(self) -> torch.dtype:
-        return torch.float32 if self._dtype.itemsize < 4 else self._dtype
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         group = self._shard_group if self.layout.shards > 1 else self._replicate_group
@@ -249,6 +287,7 @@ class ReduceQueue:
         """A round ended without reduction since the last one that reduced."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
+        self.clock: Clock | None = None
         self._gradients, self._groups = gradients, groups
         self._ready: set[int] = set()
         self._next = 0
@@ -285,8 +324,16 @@ class ReduceQueue:
             for bucket in self._late():
                 self._launch(bucket)
         while self._flying:
-            self._flying.pop(0).finish_reduce()
+            self._finish_oldest()
         self.pending = False
+
+    def _finish_oldest(self) -> None:
+        gradient = self._flying.pop(0)
+        if self.clock is None:
+            gradient.finish_reduce()
+        else:
+            with self.clock.phase("reduce wait"):
+                gradient.finish_reduce()
 
     def _late(self) -> list[int]:
         """Buckets for which gradients came after their reduction, on any rank."""
@@ -308,7 +355,7 @@ class ReduceQueue:
     def clear(self) -> None:
         """Drop all gradients."""
         while self._flying:
-            self._flying.pop(0).finish_reduce()
+            self._finish_oldest()
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.clear()
@@ -320,7 +367,7 @@ class ReduceQueue:
 
     def _launch(self, bucket: int) -> None:
         if len(self._flying) >= MAX_REDUCES:
-            self._flying.pop(0).finish_reduce()
+            self._finish_oldest()
         gradient = self._gradient(bucket)
         gradient.launch_reduce()
         self._flying.append(gradient)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.boundary import Boundary
 from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
@@ -23,21 +24,24 @@ def install(
     parameters: Mapping[str, nn.Parameter],
     layout: Layout,
     executor: Executor,
-    input_dtype: torch.dtype | None,
+    boundary: Boundary,
+    kept: Mapping[str, torch.dtype],
 ) -> list[RemovableHandle]:
     """Hook every unit's forward and every trainable parameter's gradient; the handles remove them.
 
-    `input_dtype`: floating-point inputs of the root's forward are cast to it; None leaves them alone.
+    `kept`: modules that compute in fp32 inside a model of another dtype, and that dtype.
     """
     handles: list[RemovableHandle] = []
-    if input_dtype is not None:
-        handles.append(_hook_inputs(modules[""], input_dtype))
+    for path, dtype in kept.items():
+        handles += _hook_kept(modules[path], dtype)
     # Prepended later, so run earlier: `enter` comes before anything that could raise, and `leave` after.
     for unit in layout.units:
+        if not boundary.does_nothing:
+            handles += _hook_boundary(modules[unit.path], executor, boundary)
         handles += _hook_unit(modules[unit.path], unit, layout, executor)
     for name, (bucket, index) in layout.slot_of.items():
         if layout.buckets[bucket].trainable:
-            handles.append(_hook_gradient(parameters[name], bucket, index, executor))
+            handles.append(_hook_gradient(parameters[name], name, bucket, index, executor, boundary))
     return handles
 
 
@@ -83,18 +87,46 @@ def _any_requires_grad(inputs: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
-def _hook_inputs(root: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) -> list[RemovableHandle]:
+    entered: list[bool] = []
+    """Of each forward that runs: it is the outermost one."""
 
-    return root.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        entered.append(executor.is_outermost)
+        return boundary.enter((args, kwargs), executor.in_backward) if entered[-1] else None
+
+    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return boundary.leave(output, executor.in_backward) if entered and entered.pop() else None
+
+    return [
+        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+    ]
 
 
-def _hook_gradient(parameter: nn.Parameter, bucket: int, index: int, executor: Executor) -> RemovableHandle:
+def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]:
+    """Let a module compute in fp32: cast what it gets, and cast back what it returns."""
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, outside)
+
+    return [
+        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after_forward),
+    ]
+
+
+def _hook_gradient(
+    parameter: nn.Parameter, name: str, bucket: int, index: int, executor: Executor, boundary: Boundary
+) -> RemovableHandle:
     def gradient_ready(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:
             parameter.grad = None
+            boundary.check_scaled(name)
             executor.arrive(bucket, index, gradient)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]

@@ -14,38 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zeroshard.buffers import FlatBuffer
+from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
-from zeroshard.config import (
-    AutoFacts,
-    BatchPlan,
-    Config,
-    parse,
-    require_supported,
-    resolve_batch,
-    torch_optimizer,
-)
+from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
-from zeroshard.executor import Executor
-from zeroshard.gradients import GradientBuffer, slices_of
-from zeroshard.guard import home_of
-from zeroshard.hooks import install
-from zeroshard.layout import Layout, plan_layout
-from zeroshard.materialize import Description, Groups, build_buffer, build_gradients, describe, move_buffers
-from zeroshard.optimizer import build_optimizer, check_elementwise, check_parameters, rewire
+from zeroshard.materialize import Groups
 from zeroshard.policy import Policy
-from zeroshard.precision import dtype_of
-from zeroshard.streams import Lane
 from zeroshard.world import World, join
 
-__all__ = ["build_engine", "build_loader", "facts_of", "initialize", "open_groups", "policy_of"]
+__all__ = ["build_loader", "facts_of", "initialize", "open_groups"]
 
 log = logging.getLogger("zeroshard")
-
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-OptimizerLike = Optimizer | Callable[[Any], Optimizer]
 
 
 def initialize(
@@ -108,81 +88,10 @@ def initialize(
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
     )
-    if world.rank == 0:
-        log.info("predicted memory of a rank: %s", engine.predicted_memory())
+    engine.announce()
     if training_data is not None:
         engine.training_dataloader = build_loader(training_data, collate_fn, parsed, batch, world)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def build_engine(
-    model: nn.Module,
-    config: Config,
-    batch: BatchPlan,
-    groups: Groups,
-    device: torch.device,
-    optimizer: OptimizerLike | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    lr_scheduler: Any = None,
-) -> Engine:
-    """The engine over given collectives: what `initialize` does once it knows the world."""
-    policy = policy_of(config, batch, groups.gather.size * groups.replicate.size)
-    compute = None if policy.compute_dtype is None else dtype_of(policy.compute_dtype)
-    _refuse_second_engine(model)
-    made = _make_optimizer(model, config, optimizer, model_parameters)
-    description = describe(model, compute, _leaf_test(config))
-    layout = plan_layout(description.root, description.specs, policy)
-    buffers, gradients = _build(description, layout, groups, policy, device)
-    move_buffers(model, groups, device)
-    if made is not None:
-        _rewire(made, description, layout, buffers, gradients)
-    executor = Executor(
-        layout,
-        policy,
-        buffers,
-        gradients,
-        (groups.reduce, groups.replicate),
-        warn_of_divergence=config.zero_optimization.log_trace_cache_warnings,
-    )
-    handles = install(description.modules, description.parameters, layout, executor, compute)
-    scheduler = lr_scheduler(made) if _is_factory(lr_scheduler) else lr_scheduler
-    return Engine(
-        model,
-        config=config,
-        batch=batch,
-        policy=policy,
-        layout=layout,
-        groups=groups,
-        buffers=buffers,
-        gradients=gradients,
-        executor=executor,
-        handles=handles,
-        optimizer=made,
-        scheduler=scheduler,
-        device=device,
-    )
-
-
-def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
-    """The config's numbers as the planning functions take them."""
-    zero = config.zero_optimization
-    accumulate = config.data_types.grad_accum_dtype
-    if accumulate is None and batch.accumulation_steps > 1:
-        accumulate = "fp32"
-    wire = config.communication_data_type
-    return Policy.of_stage(
-        zero.stage,
-        world,
-        compute_dtype="bfloat16" if config.bf16.enabled else None,
-        reduce_dtype=None if wire is None else _DTYPES[wire],
-        accumulate_dtype=None if accumulate is None else _DTYPES[accumulate],
-        bucket_size=zero.reduce_bucket_size,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        model_persistence_threshold=zero.stage3_model_persistence_threshold,
-        max_live=zero.stage3_max_live_parameters,
-        prefetch=zero.stage3_prefetch_bucket_size,
-        max_reuse_distance=zero.stage3_max_reuse_distance,
-    )
 
 
 def facts_of(model: nn.Module, optimizer: OptimizerLike | None, world: World) -> AutoFacts:
@@ -267,86 +176,6 @@ def open_groups(policy: Policy, world: World) -> Groups:
     groups = (dist.new_group(), dist.new_group())
     gather, reduce = (open_collectives(group, world.device) for group in groups)
     return Groups(gather=gather, reduce=reduce, replicate=LocalCollectives(), owned=groups)
-
-
-def _refuse_second_engine(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if home_of(parameter) is not None:
-            raise ModelError(
-                f"parameter {name!r} already belongs to an engine. Call close() on that engine first, or share "
-                f"one engine."
-            )
-
-
-def _make_optimizer(
-    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
-) -> Optimizer | None:
-    """The optimizer over whole parameters: the user's, or the config's; None trains nothing."""
-    parameters = list(model_parameters) if model_parameters is not None else None
-    if not parameters:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if isinstance(optimizer, Optimizer):
-        made: Optimizer | None = optimizer
-    elif optimizer is not None:
-        made = optimizer(parameters)
-    else:
-        choice = torch_optimizer(config.optimizer)
-        if choice is None or not parameters:
-            return None
-        made = build_optimizer(choice.name, choice.kwargs, parameters)
-    if made is not None:
-        check_parameters(made, model)
-        check_elementwise(made, config.zero_allow_untested_optimizer)
-    return made
-
-
-def _leaf_test(config: Config) -> Callable[[str, nn.Module], bool]:
-    leaf = config.zero_optimization.leaf_module
-
-    def is_leaf(path: str, module: nn.Module) -> bool:
-        cls = type(module)
-        return (
-            cls.__name__ in leaf.classes
-            or f"{cls.__module__}.{cls.__qualname__}" in leaf.classes
-            or path in leaf.names
-            or any(path.endswith(suffix) for suffix in leaf.name_suffixes)
-        )
-
-    return is_leaf
-
-
-def _build(
-    description: Description, layout: Layout, groups: Groups, policy: Policy, device: torch.device
-) -> tuple[list[FlatBuffer], list[GradientBuffer | None]]:
-    lane = Lane(device)
-    buffers, gradients = [], []
-    for bucket in layout.buckets:
-        parameters = [description.parameters[slot.name] for slot in bucket.slots]
-        buffers.append(build_buffer(bucket, parameters, groups, lane, device))
-        gradients.append(build_gradients(bucket, groups, policy, device))
-    return buffers, gradients
-
-
-def _rewire(
-    optimizer: Optimizer,
-    description: Description,
-    layout: Layout,
-    buffers: list[FlatBuffer],
-    gradients: list[GradientBuffer | None],
-) -> None:
-    slice_of, shape_of = {}, {}
-    for buffer, gradient in zip(buffers, gradients, strict=True):
-        pieces = buffer.layout.pieces(buffer.group.rank)
-        owner = buffer.shard if buffer.master is None else buffer.master
-        for piece, part in zip(pieces, slices_of(gradient, owner, pieces), strict=True):
-            parameter = description.parameters[piece.slot.name]
-            slice_of[id(parameter)] = part
-            shape_of[id(parameter)] = piece.slot.spec.shape
-    rewire(optimizer, slice_of, shape_of)
-
-
-def _is_factory(scheduler: Any) -> bool:
-    return callable(scheduler) and not hasattr(scheduler, "step")
 
 
 def build_loader(

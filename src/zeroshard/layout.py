@@ -60,6 +60,11 @@ class ParameterSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_uncut(self) -> bool:
+        """One rank owns all of it."""
+        return self.granularity > 1 and self.granularity >= self.numel
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
@@ -249,6 +254,8 @@ def pack(specs: Sequence[ParameterSpec], shards: int, align: int) -> tuple[tuple
     Returns the slots and the elements per shard. Greedy: the shard starts at the size an even cut would
     have and grows until everything fits, so the result is close to the smallest, not provably it.
     """
+    if specs and all(spec.is_uncut for spec in specs):
+        return _pack_whole(specs, shards, align)
     total = sum(_round_up(spec.numel, align) for spec in specs)
     shard = _round_up(max(math.ceil(total / shards), 1), align)
     while True:
@@ -258,6 +265,20 @@ def pack(specs: Sequence[ParameterSpec], shards: int, align: int) -> tuple[tuple
             return slots, shard
         # Once the shard holds the longest parameter a place is always found, so this ends.
         shard += _round_up(max(excess // shards, 1), align)
+
+
+def _pack_whole(specs: Sequence[ParameterSpec], shards: int, align: int) -> tuple[tuple[Slot, ...], int]:
+    """Whole parameters: the longest first, each to the shard that has least so far (Graham's LPT rule, at most
+    a third above the best balance). Slots come in order of their place."""
+    used = [0] * shards
+    places: list[tuple[int, int, ParameterSpec]] = []
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        owner = used.index(min(used))
+        places.append((owner, used[owner], spec))
+        used[owner] += _round_up(spec.numel, align)
+    shard = max(max(used), align)
+    slots = [Slot(spec=spec, offset=owner * shard + at) for owner, at, spec in places]
+    return tuple(sorted(slots, key=lambda slot: slot.offset)), shard
 
 
 def _place(specs: Sequence[ParameterSpec], shard: int, align: int) -> tuple[Slot, ...] | None:
@@ -308,9 +329,9 @@ def _bucket(
 
 
 def _by_kind(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
-    kinds: dict[tuple[str, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[str, bool, bool], list[ParameterSpec]] = {}
     for spec in specs:
-        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+        kinds.setdefault((spec.dtype, spec.trainable, spec.is_uncut), []).append(spec)
     return list(kinds.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,15 @@ class Groups:
 
 
 def describe(
-    model: nn.Module, compute_dtype: torch.dtype | None, is_leaf: Callable[[str, nn.Module], bool]
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    is_leaf: Callable[[str, nn.Module], bool],
+    uncut: Collection[int] = (),
 ) -> Description:
-    """Walk the module tree once. Shared modules and tied parameters appear by their first name."""
+    """Walk the module tree once. Shared modules and tied parameters appear by their first name.
+
+    `dtypes`: what each parameter is to be held in. `uncut`: ids of parameters that one rank must own whole.
+    """
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(
@@ -59,7 +65,9 @@ def describe(
             f"created lazily, run one forward before `initialize`."
         )
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    specs = tuple(_spec(name, parameter, compute_dtype) for name, parameter in parameters.items())
+    specs = tuple(
+        _spec(name, parameter, dtypes[name], id(parameter) in uncut) for name, parameter in parameters.items()
+    )
     modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -83,7 +91,7 @@ def describe(
     return Description(root=visit("", model), specs=specs, parameters=parameters, modules=modules)
 
 
-def _spec(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> ParameterSpec:
+def _spec(name: str, parameter: nn.Parameter, dtype: torch.dtype, uncut: bool) -> ParameterSpec:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ModelError(
             f"parameter {name!r} is not initialised (a lazy module): run one forward before `initialize`."
@@ -103,9 +111,12 @@ def _spec(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None)
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}, which cannot be sharded; known are "
             f"{', '.join(BYTES_OF)}. Keep it as a buffer, or view it as uint8."
         )
-    dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
     return ParameterSpec(
-        name=name, shape=tuple(parameter.shape), dtype=dtype_name(dtype), trainable=parameter.requires_grad
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=dtype_name(dtype),
+        trainable=parameter.requires_grad,
+        granularity=max(parameter.numel(), 1) if uncut and parameter.requires_grad else 1,
     )
 
 
@@ -113,6 +124,7 @@ def build_buffer(
     layout: BucketLayout,
     parameters: Sequence[nn.Parameter],
     groups: Groups,
+    policy: Policy,
     lane: Lane,
     device: torch.device,
 ) -> FlatBuffer:
@@ -132,7 +144,8 @@ def build_buffer(
         full, shard = _place(source, own, layout, dtype, shard_group)
         master: Tensor | None = None
         if layout.trainable:
-            master = shard if dtype.itemsize >= 4 else source[own].to(torch.float32, copy=True)
+            narrow = dtype.itemsize < 4 and policy.wide_masters
+            master = source[own].to(torch.float32, copy=True) if narrow else shard
     return FlatBuffer(layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane)
 
 
@@ -170,8 +183,11 @@ def build_gradients(
         shard_group=groups.reduce,
         replicate_group=groups.replicate,
         keep_local=not policy.reduce_every_backward,
+        wide_masters=policy.wide_masters,
         reduce_dtype=None if policy.reduce_dtype is None else dtype_of(policy.reduce_dtype),
         accumulate_dtype=None if policy.accumulate_dtype is None else dtype_of(policy.accumulate_dtype),
+        before_reduce=policy.before_reduce,
+        after_reduce=policy.after_reduce,
     )
 
 

@@ -64,8 +64,10 @@ def predict_memory(
     `accumulates`: several backwards before a step. `gathered_peak`: bytes, from the schedules.
     """
     trainable = [bucket for bucket in layout.buckets if bucket.trainable]
-    owned = sum(piece.numel * _master_bytes(bucket) for bucket in trainable for piece in bucket.pieces(rank))
-    separate = [bucket for bucket in trainable if BYTES_OF[bucket.dtype] < 4]
+    owned = sum(
+        piece.numel * _master_bytes(bucket, policy) for bucket in trainable for piece in bucket.pieces(rank)
+    )
+    separate = [bucket for bucket in trainable if BYTES_OF[bucket.dtype] < 4 and policy.wide_masters]
     return MemoryBill(
         parameters=sum(_parameter_bytes(bucket) for bucket in layout.buckets),
         gradients=sum(_gradient_bytes(bucket, policy, accumulates) for bucket in trainable),
@@ -84,10 +86,10 @@ def _parameter_bytes(bucket: BucketLayout) -> int:
     return elements * BYTES_OF[bucket.dtype]
 
 
-def _master_bytes(bucket: BucketLayout) -> int:
-    return max(BYTES_OF[bucket.dtype], 4)
+def _master_bytes(bucket: BucketLayout, policy: Policy) -> int:
+    return max(BYTES_OF[bucket.dtype], 4) if policy.wide_masters else BYTES_OF[bucket.dtype]
 
 
 def _gradient_bytes(bucket: BucketLayout, policy: Policy, accumulates: bool) -> int:
-    width = _master_bytes(bucket) if accumulates else BYTES_OF[bucket.dtype]
+    width = _master_bytes(bucket, policy) if accumulates else BYTES_OF[bucket.dtype]
     return width * (bucket.shard_numel if policy.reduce_every_backward else bucket.padded)

@@ -8,6 +8,7 @@ PyTorch's; what is added is done in torch's own step hooks.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,13 @@ __all__ = [
     "ELEMENTWISE",
     "STATE_ELEMENTS",
     "build_optimizer",
-    "check_elementwise",
     "check_parameters",
     "rewire",
     "state_bytes",
+    "uncut_parameters",
 ]
+
+log = logging.getLogger("zeroshard")
 
 ELEMENTWISE = frozenset(
     {
@@ -91,20 +94,42 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
                 )
 
 
-def check_elementwise(optimizer: Optimizer, allow_untested: bool) -> None:
-    """Refuse an optimizer whose maths needs whole parameters: on slices it would be silently different."""
+def needs_whole(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    for base in type(optimizer).__mro__:
+        if base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim"):
+            return False
+    return True if type(optimizer).__name__ == "Adafactor" else None
+
+
+def uncut_parameters(optimizer: Optimizer | None, shards: int, allow_untested: bool) -> set[int]:
+    """Ids of the parameters that one rank must own whole: those of groups whose maths needs whole parameters.
+
+    Raises ModelError for an optimizer that is not known to be right on slices, unless `allow_untested`: then
+    every parameter of it is kept whole, so that it is right if it looks at one parameter at a time. With one
+    shard nothing is cut, and every optimizer is right.
+    """
+    if optimizer is None or shards == 1:
+        return set()
     name = type(optimizer).__name__
-    known = any(
-        base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim")
-        for base in type(optimizer).__mro__
-    )
-    if known or allow_untested:
-        return
-    raise ModelError(
-        f"optimizer {name} is not known to work element by element, and its parameters would be cut into flat "
-        f"slices. Known: {', '.join(sorted(ELEMENTWISE))} of torch.optim and their subclasses. If {name} "
-        f'updates every element on its own, set "zero_allow_untested_optimizer": true.'
-    )
+    uncut: set[int] = set()
+    for group in optimizer.param_groups:
+        whole = needs_whole(optimizer, group)
+        if whole is None and not allow_untested:
+            raise ModelError(
+                f"optimizer {name} is not known to work element by element, and its parameters would be cut "
+                f"into flat slices. Known: {', '.join(sorted(ELEMENTWISE))}; Adafactor, Lamb and Muon, which get "
+                f"whole parameters; and subclasses of these. If {name} looks at one parameter at a time, set "
+                f'"zero_allow_untested_optimizer": true, and each parameter is kept whole on one rank.'
+            )
+        if whole is not False:
+            uncut |= {id(parameter) for parameter in group["params"]}
+    if uncut and needs_whole(optimizer, optimizer.param_groups[0]) is None:
+        log.warning(
+            "optimizer %s is untested: each parameter is kept whole on one rank. What it computes from several "
+            "parameters together (a global norm, a line search) would differ between ranks.",
+            name,
+        )
+    return uncut
 
 
 def rewire(
@@ -131,6 +156,8 @@ def _cut_state(state: Mapping[str, Any], shape: tuple[int, ...], part: ShardSlic
             return flat.clone().view(part.shape)
         return value
 
+    if not part.numel() and 0 not in shape:
+        return {}  # another rank owns all of it, with state of whatever shape
     return {key: cut(value) for key, value in state.items()}
 
 

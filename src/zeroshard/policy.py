@@ -42,12 +42,16 @@ class Policy:
     """Copies of that shard group; shard_size * replicate_size = data-parallel world."""
     reduce_every_backward: bool
     free_after_use: bool
-    compute_dtype: str | None = None
-    """The dtype the model sees, for floating-point parameters; None keeps each parameter's own."""
     reduce_dtype: str | None = None
-    """The dtype gradients travel in; None is the compute dtype."""
+    """The dtype gradients travel in; None is the parameter's."""
     accumulate_dtype: str | None = None
     """The dtype gradients are summed in over micro-batches; None is fp32 from the second one on."""
+    before_reduce: float = 1.0
+    """Gradients are multiplied by it before they are averaged over ranks (so that fp16 sums do not overflow) ..."""
+    after_reduce: float = 1.0
+    """... and by this afterwards."""
+    wide_masters: bool = True
+    """16-bit parameters have fp32 masters; else the optimizer updates the 16-bit values themselves."""
     bucket_size: int = 500_000_000
     """Ceiling of a bucket of resident parameters (`reduce_bucket_size`)."""
     persistence_threshold: int = 100_000

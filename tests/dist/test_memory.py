@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import zeroshard
 from zeroshard.comm import FakeCollectives
 from zeroshard.config import parse, resolve_batch
-from zeroshard.initialization import build_engine
+from zeroshard.assembly import build_engine
 from zeroshard.materialize import Groups
 from zeroshard.testing import RankPool
 

@@ -18,7 +18,7 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        not_yet("accumulation without counted micro-steps"),
+        used("engine.Engine.is_gradient_accumulation_boundary"),
         managed_gradient_accumulation="Engine counts micro-steps; false: every step() is the boundary.",
     ),
     *keys(
@@ -30,7 +30,7 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("engine.Engine.step"),
+        used("progress.Progress"),
         steps_per_print="Print progress (step, skipped, lr, momentum) every N optimizer steps.",
     ),
     *keys(
@@ -42,15 +42,20 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        not_yet("timers and memory reports"),
-        wall_clock_breakdown="Time forward, backward, reduce and step; log milliseconds.",
-        memory_breakdown="Print memory statistics at fixed engine points.",
-        dump_state="Print engine attribute state on rank 0 after initialisation.",
+        used("progress.Progress"),
+        wall_clock_breakdown="Time forward, backward, reduce and step; print milliseconds and percent.",
+        memory_breakdown="Print the memory bill before the run and after its first step.",
+    ),
+    *keys(
+        "",
+        "A",
+        used("engine.Engine.announce"),
+        dump_state="Print what the run is going to do, on rank 0 after initialisation.",
     ),
     *keys(
         "timers.throughput",
         "A",
-        not_yet("timers and memory reports"),
+        no_effect("throughput is on the line of steps_per_print, from the wall clock"),
         neutral=(False,),
         enabled="Toggle samples-per-second timer.",
         synchronized="Synchronise device when reading throughput clock.",
@@ -76,21 +81,15 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("engine.Engine._clip"),
+        used("update.Update"),
         gradient_clipping="Maximum global L2 gradient norm; 0 disables clipping.",
     ),
     *keys(
         "",
         "A",
-        not_yet("scaling before the reduction"),
+        used("assembly.policy_of"),
         prescale_gradients="Divide gradients by world size before all-reduce instead of after.",
         gradient_predivide_factor="Divide by f before mean reduce, multiply by f/world afterwards.",
-    ),
-    *keys(
-        "",
-        "A",
-        used("gradients.GradientBuffer"),
-        supported=("mean",),
         gradient_allreduce_op="Average or sum gradients over data-parallel ranks.",
     ),
     *keys(
@@ -120,22 +119,37 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "fp16",
         "A",
-        not_yet("fp16 training with a loss scale"),
+        used("mixed_precision.Precision"),
         enabled="Train parameters in fp16 with fp32 masters and loss scaling.",
+    ),
+    *keys(
+        "fp16",
+        "A",
+        no_effect("floating-point inputs are always cast"),
         auto_cast="Cast floating forward inputs to fp16.",
+    ),
+    *keys(
+        "fp16",
+        "A",
+        used("assembly.loss_scale_of"),
         loss_scale="0 = dynamic scaling, positive = static scale.",
         initial_scale_power="Initial dynamic scale is two to this power.",
         loss_scale_window="Overflow-free steps before doubling the scale.",
         hysteresis="Overflows tolerated before the scale halves.",
         consecutive_hysteresis="Refill hysteresis on every clean step.",
         min_loss_scale="Floor of the dynamic scale.",
+    ),
+    *keys(
+        "fp16",
+        "A",
+        not_yet("offload of the optimizer, which DeepSpeed wants with it too"),
         fp16_master_weights_and_grads="Keep masters and gradients in fp16 too.",
     ),
     *keys("", "A", deprecated("bf16"), bfloat16="Old spelling of the bf16 section."),
     *keys(
         "bf16",
         "A",
-        used("initialization.policy_of"),
+        used("mixed_precision.Precision"),
         enabled="Train parameters in bf16 with fp32 masters.",
     ),
     *keys(
@@ -147,14 +161,13 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "bf16",
         "A",
-        not_yet("skipping bf16 steps that are not finite"),
-        neutral=(False,),
+        used("update.Update"),
         check_grad_overflow="Skip step when gradients contain inf or nan.",
     ),
     *keys(
         "bf16",
         "A",
-        not_yet("masters and moments in bf16"),
+        used("assembly.policy_of"),
         bf16_master_weights_and_grads="Keep masters and gradients in bf16.",
         bf16_optimizer_states="Keep optimizer moments in bf16.",
     ),
@@ -179,14 +192,14 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "data_types",
         "A",
-        not_yet("the dtype of module buffers"),
+        used("mixed_precision.Precision"),
         buffer_dtype="Cast floating module buffers to this dtype.",
-        keep_in_fp32_modules="Name patterns whose buffers stay fp32.",
+        keep_in_fp32_modules="Name parts of modules that stay fp32; auto: what the model asks for.",
     ),
     *keys(
         "torch_autocast",
         "A",
-        not_yet("autocast"),
+        used("mixed_precision.Precision"),
         enabled="Run forward under torch.autocast with dtype-aware communication.",
         dtype="Autocast lower precision.",
         lower_precision_safe_modules="Dotted class names whose params communicate in autocast dtype.",

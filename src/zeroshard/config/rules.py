@@ -45,6 +45,29 @@ def _precision(config: Config) -> Iterator[Finding]:
             cure="set one of the two to false",
         )
         return
+    yield from _sixteen_bit_states(config)
+    cast = config.torch_autocast
+    if cast.enabled and config.compute_dtype != "fp32":
+        yield Finding(
+            path="torch_autocast.enabled",
+            value=True,
+            rule=f"{config.compute_dtype}.enabled is true too, and casts all parameters",
+            cure="set one of the two to false",
+        )
+    if cast.enabled and cast.dtype == "fp32":
+        yield Finding(
+            path="torch_autocast.dtype",
+            value="fp32",
+            rule="autocast is to a lower precision",
+            cure="write bfloat16 or float16, or set torch_autocast.enabled to false",
+        )
+    if config.gradient_clipping > 0 and not config.zero_optimization.compute_grad_norm:
+        yield Finding(
+            path="zero_optimization.compute_grad_norm",
+            value=False,
+            rule=f"gradient_clipping is {config.gradient_clipping:g}, and clipping needs the norm",
+            cure="set gradient_clipping to 0 as well, or remove compute_grad_norm",
+        )
     dtype = config.data_types.param_dtype
     if dtype is not None and dtype != config.compute_dtype:
         yield Finding(
@@ -52,6 +75,31 @@ def _precision(config: Config) -> Iterator[Finding]:
             value=dtype,
             rule=f"the fp16 and bf16 sections make the parameters {config.compute_dtype}",
             cure=f"enable {dtype}, or remove param_dtype" if dtype != "fp32" else "remove param_dtype",
+        )
+
+
+def _sixteen_bit_states(config: Config) -> Iterator[Finding]:
+    masters, states = config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
+    if states and not masters:
+        yield Finding(
+            path="bf16.bf16_optimizer_states",
+            value=True,
+            rule="moments have the dtype of the masters, and these are fp32",
+            cure="set bf16.bf16_master_weights_and_grads to true as well, or remove it",
+        )
+    if masters and not states:
+        yield Finding(
+            path="bf16.bf16_master_weights_and_grads",
+            value=True,
+            rule="fp32 moments over bf16 masters need the offloaded optimizer",
+            cure="set bf16.bf16_optimizer_states to true as well, or remove it",
+        )
+    if masters and not config.bf16.enabled:
+        yield Finding(
+            path="bf16.bf16_master_weights_and_grads",
+            value=True,
+            rule="bf16.enabled is false",
+            cure="set bf16.enabled to true, or remove it",
         )
 
 

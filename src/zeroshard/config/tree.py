@@ -55,7 +55,7 @@ class FP16(Section):
     """0 is dynamic."""
     initial_scale_power: NonNegativeInt = 16
     loss_scale_window: PositiveInt = 1000
-    hysteresis: NonNegativeInt = 2
+    hysteresis: PositiveInt = 2
     consecutive_hysteresis: Bool = False
     min_loss_scale: PositiveFloat = 1.0
     fp16_master_weights_and_grads: Bool = False

@@ -194,13 +194,13 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        not_yet("steps without a gradient norm"),
-        compute_grad_norm="Compute global gradient norm in stage 1/2.",
+        used("assembly.build_engine"),
+        compute_grad_norm="Compute the global gradient norm also when nothing else needs it.",
     ),
     *keys(
         "zero_optimization",
         "A",
-        not_yet("alignment of single parameters"),
+        no_effect("every parameter starts on a boundary of 64 bytes"),
         parameter_alignment="Pad flat buffers so each parameter starts 16-byte aligned.",
     ),
     *keys(

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeroshard.assembly import build_engine
 from zeroshard.comm import FakeCollectives
 from zeroshard.config import parse, resolve_batch
 from zeroshard.engine import Engine
-from zeroshard.initialization import build_engine
 from zeroshard.materialize import Groups
 from zeroshard.planner.timeline import LEGEND, timeline
 from zeroshard.testing.models import tiny, tiny_batch

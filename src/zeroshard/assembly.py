@@ -1,0 +1,280 @@
+"""From a model, a parsed config and collectives to an engine: every part made once, and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroshard.access import Access
+from zeroshard.boundary import Boundary
+from zeroshard.buffers import FlatBuffer
+from zeroshard.clock import Clock
+from zeroshard.config import BatchPlan, Config, torch_optimizer
+from zeroshard.engine import Engine
+from zeroshard.errors import ConfigError, ModelError
+from zeroshard.executor import Executor
+from zeroshard.finite import FiniteProbe
+from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
+from zeroshard.guard import home_of
+from zeroshard.hooks import install
+from zeroshard.layout import Layout, plan_layout
+from zeroshard.loss_scale import LossScale
+from zeroshard.lr_schedules import build_schedule
+from zeroshard.materialize import Description, Groups, build_buffer, build_gradients, describe, move_buffers
+from zeroshard.mixed_precision import DTYPES, Precision
+from zeroshard.monitor import Monitor
+from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
+from zeroshard.policy import Policy
+from zeroshard.progress import Progress
+from zeroshard.streams import Lane
+from zeroshard.update import Update
+
+__all__ = ["OptimizerLike", "build_engine", "loss_scale_of", "policy_of"]
+
+OptimizerLike = Optimizer | Callable[[Any], Optimizer]
+
+
+def build_engine(
+    model: nn.Module,
+    config: Config,
+    batch: BatchPlan,
+    groups: Groups,
+    device: torch.device,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+) -> Engine:
+    """The engine over given collectives: what `initialize` does once it knows the world."""
+    policy = policy_of(config, batch, groups.gather.size * groups.replicate.size)
+    precision = Precision.of(config)
+    _refuse_second_engine(model)
+    made = _make_optimizer(model, config, optimizer, model_parameters)
+    scheduler = _make_scheduler(made, config, lr_scheduler)
+    uncut = uncut_parameters(made, policy.shard_size, config.zero_allow_untested_optimizer)
+    kept = dict.fromkeys(precision.kept_modules(model), precision.compute or torch.float32)
+    description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
+    layout = plan_layout(description.root, description.specs, policy)
+    buffers, gradients = _build(description, layout, groups, policy, device)
+    precision.cast_buffers(model)
+    move_buffers(model, groups, device)
+    slices = _slices(layout, buffers, gradients) if made is not None else [()] * len(buffers)
+    if made is not None:
+        _rewire(made, description, layout, slices)
+    executor = Executor(
+        layout,
+        policy,
+        buffers,
+        gradients,
+        (groups.reduce, groups.replicate),
+        warn_of_divergence=config.zero_optimization.log_trace_cache_warnings,
+    )
+    loss_scale = loss_scale_of(config, precision)
+    boundary = Boundary(
+        device=device,
+        compute=precision.compute,
+        autocast=precision.autocast,
+        loss_scale=loss_scale if precision.needs_loss_scale else None,
+    )
+    handles = install(description.modules, description.parameters, layout, executor, boundary, kept)
+    rank = groups.gather.rank + groups.gather.size * groups.replicate.rank
+    checks = precision.needs_loss_scale or (config.bf16.enabled and config.bf16.check_grad_overflow)
+    update = Update(
+        clipping=config.gradient_clipping,
+        needs_norm=checks or config.gradient_clipping > 0 or config.zero_optimization.compute_grad_norm,
+        skips=checks or not config.bf16.enabled,
+        loss_scale=loss_scale,
+        world=policy.world,
+        rank=rank,
+        groups=groups,
+        buffers=buffers,
+        gradients=gradients,
+        executor=executor,
+        probe=FiniteProbe(model),
+        names=list(description.parameters),
+        device=device,
+    )
+    access = Access(
+        buffers=buffers,
+        gradients=gradients,
+        slices=slices,
+        executor=executor,
+        groups=groups,
+        optimizer=made,
+        device=device,
+    )
+    progress = Progress(
+        config,
+        rank=rank,
+        world=policy.world,
+        parameters=layout.numel,
+        clock=Clock(device) if config.wall_clock_breakdown else None,
+        monitor=Monitor.of(config, rank),
+    )
+    return Engine(
+        model,
+        config=config,
+        batch=batch,
+        policy=policy,
+        layout=layout,
+        groups=groups,
+        buffers=buffers,
+        executor=executor,
+        update=update,
+        access=access,
+        boundary=boundary,
+        progress=progress,
+        handles=handles,
+        optimizer=made,
+        scheduler=scheduler,
+        device=device,
+    )
+
+
+def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
+    """The config's numbers as the planning functions take them."""
+    zero = config.zero_optimization
+    accumulate = config.data_types.grad_accum_dtype
+    wide = not config.bf16.bf16_master_weights_and_grads
+    if accumulate is None and batch.accumulation_steps > 1:
+        accumulate = "fp32" if wide else "bf16"
+    wire = config.communication_data_type
+    divisor = float(world) if config.prescale_gradients else config.gradient_predivide_factor
+    return Policy.of_stage(
+        zero.stage,
+        world,
+        reduce_dtype=None if wire is None else DTYPES[wire],
+        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
+        before_reduce=1.0 / divisor,
+        after_reduce=divisor * (world if config.gradient_allreduce_op == "sum" else 1),
+        wide_masters=wide,
+        bucket_size=zero.reduce_bucket_size,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        max_live=zero.stage3_max_live_parameters,
+        prefetch=zero.stage3_prefetch_bucket_size,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+    )
+
+
+def loss_scale_of(config: Config, precision: Precision) -> LossScale:
+    """Of fp16, from the `fp16` section; 1, and never another, for what needs none."""
+    fp16 = config.fp16
+    if not precision.needs_loss_scale:
+        return LossScale(1.0)
+    if fp16.loss_scale > 0:
+        return LossScale(fp16.loss_scale)
+    return LossScale(
+        2.0**fp16.initial_scale_power,
+        dynamic=True,
+        window=fp16.loss_scale_window,
+        minimum=fp16.min_loss_scale,
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+    )
+
+
+def _refuse_second_engine(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if home_of(parameter) is not None:
+            raise ModelError(
+                f"parameter {name!r} already belongs to an engine. Call close() on that engine first, or share "
+                f"one engine."
+            )
+
+
+def _make_optimizer(
+    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> Optimizer | None:
+    """The optimizer over whole parameters: the user's, or the config's; None trains nothing."""
+    parameters = list(model_parameters) if model_parameters is not None else None
+    if not parameters:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optimizer, Optimizer):
+        made: Optimizer | None = optimizer
+    elif optimizer is not None:
+        made = optimizer(parameters)
+    else:
+        choice = torch_optimizer(config.optimizer)
+        if choice is None or not parameters:
+            return None
+        made = build_optimizer(choice.name, choice.kwargs, parameters)
+    if made is not None:
+        check_parameters(made, model)
+    return made
+
+
+def _leaf_test(config: Config) -> Callable[[str, nn.Module], bool]:
+    leaf = config.zero_optimization.leaf_module
+
+    def is_leaf(path: str, module: nn.Module) -> bool:
+        cls = type(module)
+        return (
+            cls.__name__ in leaf.classes
+            or f"{cls.__module__}.{cls.__qualname__}" in leaf.classes
+            or path in leaf.names
+            or any(path.endswith(suffix) for suffix in leaf.name_suffixes)
+        )
+
+    return is_leaf
+
+
+def _build(
+    description: Description, layout: Layout, groups: Groups, policy: Policy, device: torch.device
+) -> tuple[list[FlatBuffer], list[GradientBuffer | None]]:
+    lane = Lane(device)
+    buffers, gradients = [], []
+    for bucket in layout.buckets:
+        parameters = [description.parameters[slot.name] for slot in bucket.slots]
+        buffers.append(build_buffer(bucket, parameters, groups, policy, lane, device))
+        gradients.append(build_gradients(bucket, groups, policy, device))
+    return buffers, gradients
+
+
+def _slices(
+    layout: Layout, buffers: Sequence[FlatBuffer], gradients: Sequence[GradientBuffer | None]
+) -> list[tuple[ShardSlice, ...]]:
+    """Per bucket and slot: what the optimizer is to hold."""
+    return [
+        slices_of(
+            gradient,
+            buffer.shard if buffer.master is None else buffer.master,
+            bucket.pieces(buffer.group.rank),
+        )
+        for bucket, buffer, gradient in zip(layout.buckets, buffers, gradients, strict=True)
+    ]
+
+
+def _rewire(
+    optimizer: Optimizer, description: Description, layout: Layout, slices: Sequence[Sequence[ShardSlice]]
+) -> None:
+    slice_of, shape_of = {}, {}
+    for bucket, parts in zip(layout.buckets, slices, strict=True):
+        for slot, part in zip(bucket.slots, parts, strict=True):
+            parameter = description.parameters[slot.name]
+            slice_of[id(parameter)] = part
+            shape_of[id(parameter)] = slot.spec.shape
+    rewire(optimizer, slice_of, shape_of)
+
+
+def _make_scheduler(optimizer: Optimizer | None, config: Config, lr_scheduler: Any) -> Any:
+    """The user's scheduler, or the config's; None where there is neither."""
+    chosen = lr_scheduler if lr_scheduler is not None else config.scheduler.type
+    if chosen is None:
+        return None
+    if optimizer is None:
+        raise ConfigError(
+            f"a learning-rate schedule ({chosen if isinstance(chosen, str) else type(chosen).__name__}) needs an "
+            f"optimizer, and there is none: pass optimizer= to initialize, or add an optimizer section to "
+            f"{config.source}"
+        )
+    if lr_scheduler is None:
+        return build_schedule(chosen, config.scheduler.params, optimizer)
+    return lr_scheduler(optimizer) if _is_factory(lr_scheduler) else lr_scheduler
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return callable(scheduler) and not hasattr(scheduler, "step")

@@ -1,0 +1,141 @@
+"""What happens where tensors enter and leave the model: inputs are cast, autocast begins and ends, and under a
+loss scale gradients are multiplied where they come in and divided where they go out.
+
+    loss --> gradient of an output  --(x scale)-->  the model's backward  --(/ scale)-->  gradient of an input
+
+So a plain `loss.backward()` needs no scaling by the user, several engines in one loss each have a scale of their
+own, and tensors outside the model have true gradients. A loss that was scaled as a whole (`scaled`, which
+`engine.backward` calls) is known to carry its scale already, and is only corrected from one engine's scale to
+another's. The model's boundary is its outermost forward: the root's, or that of a part that is called directly.
+
+A part of the loss that leaves the model another way, such as an attribute set in forward, is scaled by
+`engine.backward` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import StateError
+from zeroshard.loss_scale import LossScale
+from zeroshard.precision import cast_floating, map_tensors, tensors_in
+
+__all__ = ["Boundary"]
+
+_carried: dict[int, float] = {}
+"""Scale that gradients outside of any model carry, by autograd graph task. Shared by all engines."""
+
+
+class Boundary:
+    """The boundary of one model."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        compute: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """`compute`: what floating-point inputs are cast to. `loss_scale`: None when there is none."""
+        self._compute, self._autocast, self._device = compute, autocast, device
+        self.loss_scale = loss_scale
+        self._contexts: list[torch.autocast] = []
+        self._scaled_tasks: set[int] = set()
+
+    @property
+    def does_nothing(self) -> bool:
+        return self._compute is None and self._autocast is None and self.loss_scale is None
+
+    def enter(self, inputs: Any, in_backward: bool) -> Any:
+        """The outermost forward begins: the inputs as the model is to see them.
+
+        `in_backward`: it is recomputed, and its gradients are in the middle of the model.
+        """
+        if self.loss_scale is not None and not in_backward:
+            inputs = map_tensors(self._leave_backward, inputs)
+        if self._compute is not None:
+            inputs = cast_floating(inputs, self._compute)
+        if self._autocast is not None:
+            context = torch.autocast(self._device.type, dtype=self._autocast)
+            context.__enter__()  # type: ignore[no-untyped-call]
+            self._contexts.append(context)
+        return inputs
+
+    def leave(self, outputs: Any, in_backward: bool) -> Any:
+        """The outermost forward ended, perhaps by an exception: the outputs as the caller is to see them."""
+        if self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
+        if self.loss_scale is None or in_backward:
+            return outputs
+        # A view, so that what the model keeps of its outputs for later has no hook.
+        shown = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, outputs)
+        for tensor in tensors_in(shown):
+            if tensor.requires_grad:
+                tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return shown
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a backward of the whole of it."""
+        if self.loss_scale is None:
+            return loss
+        scale = self.loss_scale.value
+        scaled = loss.float() * scale  # a loss of fp16 would overflow
+
+        def carry(_: Tensor) -> None:
+            task = _graph_task()
+            _carried[task] = scale
+            self._is_scaled_in(task)
+            _at_end(lambda: _carried.pop(task, None))
+
+        scaled.register_hook(carry)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def check_scaled(self, parameter: str) -> None:
+        """A gradient arrives in backward. StateError when nothing has scaled it."""
+        if self.loss_scale is not None and not self._scaled_tasks:
+            raise StateError(
+                f"a gradient reached parameter {parameter!r} without the loss scale of fp16: the loss does not "
+                f"come from the outputs of the model's forward (a regulariser over its weights, an attribute it "
+                f"set, a checkpoint around it). Cure: engine.backward(loss), or engine.scale(loss).backward()."
+            )
+
+    def _enter_backward(self, gradient: Tensor) -> Tensor:
+        assert self.loss_scale is not None
+        self._is_scaled_in(_graph_task())
+        return gradient * (self.loss_scale.value / _carried_scale())
+
+    def _leave_backward(self, tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor.is_floating_point()):
+            return tensor
+        inside = tensor.view_as(tensor)
+        scale = self.loss_scale
+
+        def unscale(gradient: Tensor) -> Tensor:
+            assert scale is not None
+            return gradient * (_carried_scale() / scale.value)
+
+        inside.register_hook(unscale)  # type: ignore[no-untyped-call]
+        return inside
+
+    def _is_scaled_in(self, task: int) -> None:
+        if task not in self._scaled_tasks:
+            self._scaled_tasks.add(task)
+            _at_end(lambda: self._scaled_tasks.discard(task))
+
+
+def _carried_scale() -> float:
+    """Of the innermost backward that carries one: recomputation runs backwards inside others."""
+    return next(reversed(_carried.values()), 1.0)
+
+
+def _graph_task() -> int:
+    return int(torch._C._current_graph_task_id())
+
+
+def _at_end(callback: Any) -> None:
+    """Run `callback` when the running backward ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,79 @@
+"""What a run is going to do, in a few lines, before it does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroshard.mixed_precision import Precision
+
+__all__ = ["summary"]
+
+
+def summary(engine: Any) -> str:
+    """Stage, ranks, sizes, dtypes, batch, optimizer, schedule, clipping and loss scale of an engine."""
+    policy, config = engine.policy, engine.config
+    rows = {
+        "ZeRO stage": f"{policy.stage} on {policy.world} rank(s) of {engine.device.type}",
+        "parameters": f"{engine.layout.numel:,} in {len(engine.layout.buckets)} buckets, "
+        f"{engine.layout.padding:,} elements of padding",
+        "dtypes": _dtypes(engine),
+        "batch": _batch(engine),
+        "optimizer": _optimizer(engine),
+        "schedule": type(engine.lr_scheduler).__name__ if engine.lr_scheduler is not None else "none",
+        "clipping": _clipping(config),
+        "not finite": _not_finite(engine),
+    }
+    return "\n".join(f"{name:12}{text}" for name, text in rows.items())
+
+
+def _dtypes(engine: Any) -> str:
+    config = engine.config
+    precision = Precision.of(config)
+    wide = engine.policy.wide_masters
+    if precision.autocast is not None:
+        compute = f"autocast to {str(precision.autocast).removeprefix('torch.')}, masters fp32"
+    elif precision.compute is None:
+        compute = "as the model has them; inputs are not cast"
+    else:
+        compute = (
+            f"{config.compute_dtype}, masters {'fp32' if wide else config.compute_dtype}; floating-point "
+        )
+        compute += "inputs are cast"
+    kept = precision.kept_modules(engine.module)
+    if kept:
+        shown = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+        compute += f"; kept in fp32: {shown}"
+    buffers = config.data_types.buffer_dtype
+    return compute + (f"; module buffers {buffers}" if buffers else "; module buffers as they are")
+
+
+def _batch(engine: Any) -> str:
+    total, micro, steps = engine.get_batch_info()
+    if total is None:
+        return f"{steps} micro-batch(es) per step; sizes are the script's"
+    return f"{total} samples = {micro} per forward x {steps} micro-batch(es) x {engine.policy.world} rank(s)"
+
+
+def _optimizer(engine: Any) -> str:
+    if engine.optimizer is None:
+        return "none: nothing is trained"
+    rates = ", ".join(f"{rate:g}" for rate in engine.get_lr())
+    return f"{type(engine.optimizer).__name__}, lr {rates}"
+
+
+def _clipping(config: Any) -> str:
+    limit = config.gradient_clipping
+    if not limit:
+        return "off"
+    given = "gradient_clipping" in config.model_fields_set
+    return f"global norm {limit:g}" + ("" if given else " (the default, as in DeepSpeed; 0 turns it off)")
+
+
+def _not_finite(engine: Any) -> str:
+    scale = engine.loss_scale()
+    if engine.dynamic_loss_scale():
+        return f"a step with such gradients is skipped; dynamic loss scale, now {scale:g}"
+    if engine.config.bf16.enabled and not engine.config.bf16.check_grad_overflow:
+        return "applied with a warning (bf16.check_grad_overflow is false)"
+    fixed = f"; static loss scale {scale:g}" if scale != 1.0 else ""
+    return f"a step with such gradients is skipped, 10 in a row are an error{fixed}"

@@ -1,0 +1,332 @@
+"""What happens around the optimizer's own `step`, whoever calls it.
+
+    before   finish the reductions; agree with all ranks, in one small sum, on the norm, on which parameters have
+             a gradient anywhere and on whether all ran the same modules; take the loss scale off and clip, or
+             skip the step: drop all gradients, so that the optimizer finds nothing to update
+    after    masters into the model's weights; the window is over
+
+A step whose gradients are not finite is skipped on all ranks, whatever the dtype. A loss scale then adapts;
+without one, and when the forward itself is not finite, steps that go on failing end the run with an error that
+names where the first such number was made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeroshard.buffers import FlatBuffer
+from zeroshard.comm import ballot, unanimous
+from zeroshard.errors import NonFiniteError, ScheduleError, StateError
+from zeroshard.executor import Executor
+from zeroshard.finite import FiniteProbe
+from zeroshard.gradients import GradientBuffer, ShardSlice
+from zeroshard.loss_scale import LossScale
+from zeroshard.materialize import Groups
+from zeroshard.trace import Action, Kind, digest
+
+__all__ = ["PATIENCE", "StepResult", "Update"]
+
+log = logging.getLogger("zeroshard")
+
+PATIENCE = 10
+"""Skipped steps in a row after which it is looked into."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the latest optimizer step did."""
+
+    grad_norm: float | None
+    """Global L2 norm of the averaged gradients, before clipping and without loss scale; not finite when the
+    step was skipped for that; None when nobody needs it (`compute_grad_norm` off, no clipping)."""
+    clip_coefficient: float
+    """What gradients were multiplied by; 1.0 when they were not clipped."""
+    skipped: bool = False
+    """Nothing was updated, on any rank: gradients were not finite."""
+    loss_scale: float = 1.0
+    """The scale the gradients were made with."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know after the exchange."""
+
+    norm: float | None
+    tokens: float
+    """Sum of the weights of all backwards of the window, over all ranks; 0 when they had none."""
+    backwards: float
+    """Backwards since the last step, over all ranks."""
+
+
+class Update:
+    """The optimizer steps of one engine."""
+
+    def __init__(
+        self,
+        *,
+        clipping: float,
+        needs_norm: bool,
+        skips: bool,
+        loss_scale: LossScale,
+        world: int,
+        rank: int,
+        groups: Groups,
+        buffers: Sequence[FlatBuffer],
+        gradients: Sequence[GradientBuffer | None],
+        executor: Executor,
+        probe: FiniteProbe,
+        names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        """`skips`: gradients that are not finite skip the step. `names`: parameters in order of definition."""
+        self.loss_scale = loss_scale
+        self.attempted = 0
+        """Optimizer steps, applied or skipped."""
+        self.skipped = 0
+        self.last: StepResult | None = None
+        self.backwards = 0
+        """Backwards since the last step, dropped ones included."""
+        self.gradient_bytes = 0
+        """The most that gradients took on this rank so far."""
+        self.requires_backward = False
+        """A step that no backward came before is an error, and not nothing (`engine.step`)."""
+        self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
+        self._world, self._rank, self._groups, self._device = world, rank, groups, device
+        self._buffers, self._executor, self._probe = buffers, executor, probe
+        self._gradients = gradients
+        self._trained = [gradient for gradient in gradients if gradient is not None]
+        self._place = {name: index for index, name in enumerate(names)}
+        self._in_a_row = 0
+        self._open_window()
+        if loss_scale.at_minimum:
+            probe.arm()
+
+    # ---- before -------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The optimizer's `step` is called with `args` and `kwargs`."""
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise StateError(
+                "optimizer.step(closure) is not supported: gradients are reduced before the step. Run the "
+                "closure's forward and backward yourself, then call step() without it."
+            )
+        self._check_nothing_ignored(optimizer)
+        for buffer in self._buffers:
+            if buffer.layout.resident and buffer.edited():
+                buffer.write_back()
+        self._executor.end_step()
+        self._executor.reduces.flush()
+        self.gradient_bytes = max(self.gradient_bytes, sum(g.nbytes() for g in self._trained))
+        agreed = self._agree()
+        if self.requires_backward and not agreed.backwards:
+            raise StateError(
+                "step() before any backward: there are no gradients to update with. Call engine.backward(loss), "
+                "or loss.backward(), first; the loss must come from this engine's outputs."
+            )
+        self.attempted += 1
+        scale, norm = self.loss_scale.value, agreed.norm
+        finite = norm is None or math.isfinite(norm)
+        if not finite and self._skips:
+            self.skipped += 1
+            self.last = StepResult(norm, 1.0, skipped=True, loss_scale=scale)
+            self._skip()
+            return
+        if not finite and self._rank == 0:
+            log.warning(
+                "step %d: gradients are not finite (norm %s) and are applied, since check_grad_overflow is "
+                "false: weights will not be finite either",
+                self.attempted,
+                norm,
+            )
+        coefficient = self._coefficient(norm if finite else None)
+        weight = self._world / agreed.tokens if agreed.tokens else 1.0
+        for gradient in self._trained:
+            gradient.promote(coefficient * weight)
+            gradient.updating = True
+        self.last = StepResult(norm, coefficient, loss_scale=scale)
+        self._in_a_row = 0
+        self.loss_scale.update(overflow=False)
+        if self.loss_scale.at_minimum:
+            self._probe.clear()
+        else:
+            self._probe.disarm()
+
+    def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
+        """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
+        with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
+            stray = [
+                slot.name
+                for buffer in self._buffers
+                for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
+                if parameter.grad is not None
+            ]
+        if stray:
+            raise StateError(
+                f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would "
+                f"ignore it: it was assigned by hand, or the parameter was frozen when `initialize` saw it "
+                f"and trains now. Gradients must come from backward(); of what is to be unfrozen later, set "
+                f"requires_grad to False only after `initialize`."
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
+                raise StateError(
+                    f"the optimizer's group {number} got parameters after `initialize`, which the step would "
+                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may "
+                    f"wait its turn."
+                )
+
+    def _agree(self) -> _Agreed:
+        """One small sum over all ranks."""
+        order = self._executor.reduces.agreed_order()
+        order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order)
+        votes = ballot([self._executor.gather_digest, order_digest])
+        flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
+        counted = float(self.backwards - self._dropped)
+        numbers = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), *votes, *flags]
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if self._needs_norm:
+            for gradient in self._trained:
+                vector[0] += gradient.squared_norm()
+        sums = self._sum(vector)
+        same_gathers, same_order = unanimous(sums[5 : 5 + len(votes)], self._world)
+        if not same_gathers:
+            raise ScheduleError(
+                f"ranks gathered different parameters since the last step (this is rank {self._rank}): they "
+                f"did not run the same modules in the same order, so weights may have been mixed up. Make "
+                f"control flow the same on all ranks, or name the part that differs as one unit with "
+                f"zero_optimization.leaf_module."
+            )
+        if same_order:
+            self._executor.reduces.order = order
+        self._adopt_flags(sums[5 + len(votes) :])
+        squares, tokens, weighted, counted, backwards = sums[:5]
+        if 0 < weighted < counted:
+            raise StateError(
+                f"{weighted:g} of the {counted:g} backwards of this window, over all ranks, had `tokens`: either "
+                f"all have it or none, or their weights cannot be compared"
+            )
+        # Every replica added the norm of the same gradients, which weighted backwards made larger.
+        norm = math.sqrt(squares / self._groups.replicate.size) * (self._world / tokens if tokens else 1.0)
+        return _Agreed(norm if self._needs_norm else None, tokens, backwards)
+
+    def _sum(self, vector: torch.Tensor) -> list[float]:
+        sums = self._groups.reduce.sum_to_host(vector)
+        if self._groups.replicate.size > 1:
+            sums = self._groups.replicate.sum_to_host(
+                torch.tensor(sums, dtype=torch.float64, device=self._device)
+            )
+        return sums
+
+    def _adopt_flags(self, flags: Sequence[float]) -> None:
+        """A parameter with a gradient on any rank has one on all; with none anywhere it is left alone."""
+        position = 0
+        for gradient in self._trained:
+            count = len(gradient.layout.slots)
+            gradient.had = {i for i in range(count) if flags[position + i] > 0}
+            position += count
+
+    def _coefficient(self, norm: float | None) -> float:
+        return min(self._clipping / (norm + 1e-6), 1.0) if self._clipping > 0 and norm is not None else 1.0
+
+    # ---- skipping -----------------------------------------------------------------------------------
+
+    def _skip(self) -> None:
+        """Drop what is not finite, and say so: at once, in time, or for the last time."""
+        self._in_a_row += 1
+        scale = self.loss_scale.value
+        possible = self.loss_scale.update(overflow=True)
+        report = ""
+        forward = False
+        repeated = self._in_a_row % PATIENCE == 0
+        if repeated or not possible:
+            forward, report = self._diagnosis()
+        self._executor.reduces.clear()
+        self._open_window()
+        self._probe.arm()
+        times = f"step {self.attempted} was skipped, {self._in_a_row} in a row: gradients are not finite"
+        if not possible or (repeated and (forward or not self.loss_scale.is_dynamic)):
+            cause = (
+                "no loss scale can help"
+                if forward
+                else f"the loss scale {scale:g} cannot fall any more"
+                if self.loss_scale.is_dynamic
+                else "the next one will not do better"
+            )
+            raise NonFiniteError(f"{times}, and {cause}. {report}")
+        if self._rank != 0:
+            return
+        if self.loss_scale.is_dynamic and not repeated:
+            log.info("%s; loss scale %g -> %g", times, scale, self.loss_scale.value)
+        else:
+            log.warning("%s. %s", times, report or "Nothing was updated.")
+
+    def _diagnosis(self) -> tuple[bool, str]:
+        """(the forward was not finite already, a sentence on where it began). A collective."""
+        places = [0.0] * (2 * self._world)
+        module = self._probe.first()
+        places[self._rank] = module + 1.0
+        places[self._world + self._rank] = self._last_parameter() + 1.0
+        sums = self._sum(torch.tensor(places, dtype=torch.float64, device=self._device))
+        modules, parameters = sums[: self._world], sums[self._world :]
+        for rank, found in enumerate(modules):
+            if found:
+                return True, (
+                    f"The forward was not finite already: module {self._probe.names[int(found) - 1]!r} on rank "
+                    f"{rank} was the first to return a value that is not. Look at its inputs and weights, and "
+                    f"at the learning rate."
+                )
+        names = {index: name for name, index in self._place.items()}
+        first = names.get(int(max(parameters)) - 1, "?")
+        return False, (
+            f"The forward was finite; in backward the gradient of parameter {first!r} was the first that is "
+            f"not."
+        )
+
+    def _last_parameter(self) -> int:
+        """The place of the last parameter, the first in backward, with a gradient that is not finite here."""
+        found = -1
+        for gradient in self._trained:
+            for index, slot in enumerate(gradient.layout.slots):
+                piece = gradient.piece(index) if gradient.shard is not None else None
+                if piece is not None and piece.numel() and not bool(torch.isfinite(piece).all()):
+                    found = max(found, self._place[slot.name])
+        return found
+
+    # ---- after --------------------------------------------------------------------------------------
+
+    def after(self) -> None:
+        """The optimizer has updated the masters."""
+        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+            # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
+            if gradient is not None and gradient.had:
+                buffer.refresh()
+        self._executor.reduces.clear()
+        self._open_window()
+
+    def weigh(self, tokens: float) -> None:
+        """The backward that comes counts as the mean over `tokens`."""
+        self._tokens += tokens
+        self._weighted += 1
+
+    def drop_window(self) -> None:
+        """The gradients of this window are dropped. That there were backwards is remembered until the step."""
+        self._tokens, self._weighted = 0.0, 0
+        self._dropped = self.backwards
+
+    def close(self) -> None:
+        self._probe.disarm()
+        self._buffers, self._gradients, self._trained = (), (), []
+
+    def _open_window(self) -> None:
+        self._tokens, self._weighted = 0.0, 0
+        self.backwards = self._dropped = 0
+        for gradient in self._trained:
+            gradient.updating = False
+            gradient.scale = self.loss_scale.value
