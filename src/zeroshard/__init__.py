@@ -17,10 +17,44 @@ if TYPE_CHECKING:
     from zeroshard.config import Config
     from zeroshard.engine import Engine, StepResult
     from zeroshard.initialization import initialize
+    from zeroshard.parameters import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "Engine", "StepResult", "ZeroParamStatus", "__version__", "errors", "initialize"]
+__all__ = [
+    "Config",
+    "Engine",
+    "StepResult",
+    "ZeroParamStatus",
+    "__version__",
+    "errors",
+    "initialize",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
 
 _HOME_OF = {
     "Config": ("zeroshard.config", "Config"),
@@ -28,6 +62,7 @@ _HOME_OF = {
     "StepResult": ("zeroshard.engine", "StepResult"),
     "ZeroParamStatus": ("zeroshard.buffers", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),
+    **{name: ("zeroshard.parameters", name) for name in __all__ if name.startswith("safe_")},
 }
 
 

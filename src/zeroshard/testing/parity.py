@@ -1,8 +1,8 @@
 """Proof of sameness: the same model, data and optimizer under plain PyTorch and under zeroshard.
 
 The reference is one process that sees every rank's batches one after the other and adds up their gradients,
-divided by ranks and micro-batches: the mean over the whole batch. Under bf16 it is the same with a bf16
-copy of the model for compute and fp32 parameters for the update.
+divided by ranks and micro-batches: the mean over the whole batch. Under bf16 and fp16 it is the same with a
+16-bit copy of the model for compute, fp32 parameters for the update, and the loss scale as it begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.assembly import loss_scale_of
 from zeroshard.config import parse, resolve_batch
+from zeroshard.mixed_precision import Precision
 from zeroshard.precision import cast_floating, squared_norm
 from zeroshard.testing.ranks import RankPool
 
@@ -73,11 +75,11 @@ def assert_parity(
             top level of a module), since they run in worker processes.
         batch_fn: `(step, micro_batch, rank) -> inputs` of one forward: a tensor, a tuple of positional or a
             dict of keyword arguments. The same call must give the same data in every process.
-        config: the DeepSpeed config; its gradient_accumulation_steps, clipping and bf16 are mirrored.
+        config: the DeepSpeed config; its gradient_accumulation_steps, clipping and precision are mirrored.
         optimizer_fn: makes the optimizer from the model; default AdamW(lr=1e-3).
         loss_fn: from the model's output to a scalar; default: the output itself, its `.loss` or `["loss"]`.
         ranks: worker processes. `pool` reuses one that exists.
-        tolerance: default `FP32_TOLERANCE`, or `BF16_TOLERANCE` when the config says bf16.
+        tolerance: default `FP32_TOLERANCE`, or `BF16_TOLERANCE` when the config asks for a 16-bit dtype.
 
     Returns the largest difference found.
     """
@@ -91,7 +93,7 @@ def assert_parity(
         steps=steps,
         pool=pool,
     )
-    limit = tolerance if tolerance is not None else (BF16_TOLERANCE if _is_bf16(config) else FP32_TOLERANCE)
+    limit = tolerance if tolerance is not None else (BF16_TOLERANCE if _is_16_bit(config) else FP32_TOLERANCE)
     if not difference.relative <= limit:
         raise AssertionError(
             f"after {steps} steps on {ranks} ranks, parameter {difference.parameter!r} differs from plain PyTorch "
@@ -144,10 +146,17 @@ def _compare(
         "the ranks of this comparison",
         allow_unset=True,
     )
-    accumulation, clipping = batch.accumulation_steps, known.gradient_clipping
-    expected, reference_losses = _reference(
-        model_fn, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, _is_bf16(config)
+    precision = Precision.of(known)
+    plain = _Plain(
+        world=world,
+        accumulation=batch.accumulation_steps,
+        clipping=known.gradient_clipping,
+        compute=precision.compute,
+        autocast=precision.autocast,
+        masters=known.bf16.bf16_master_weights_and_grads,
+        loss_scale=loss_scale_of(known, precision).value,
     )
+    expected, reference_losses = _reference(model_fn, batch_fn, optimizer_fn, loss_fn, steps, plain)
     torch.manual_seed(0)
     masters, losses = _train_engine(model_fn(), batch_fn, config, optimizer_fn, loss_fn, steps, rank)
     name, relative = _largest(masters, expected)
@@ -160,6 +169,21 @@ def _compare(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """The settings that the reference mirrors."""
+
+    world: int
+    accumulation: int
+    clipping: float
+    compute: torch.dtype | None
+    autocast: torch.dtype | None
+    masters: bool
+    """The parameters themselves are of the compute dtype: no fp32 copy."""
+    loss_scale: float
+    """The first one: a comparison is over steps in which it does not move."""
+
+
 @functools.lru_cache(maxsize=1)  # the stages of one check share it; a large model must not pile up
 def _reference(
     model_fn: ModelFn,
@@ -167,15 +191,12 @@ def _reference(
     optimizer_fn: OptimizerFn,
     loss_fn: LossFn,
     steps: int,
-    world: int,
-    accumulation: int,
-    clipping: float,
-    bf16: bool,
+    plain: _Plain,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """What plain PyTorch makes of it: the parameters after training, and the losses."""
     torch.manual_seed(0)
     model = model_fn()
-    losses = _train_plain(model, batch_fn, optimizer_fn, loss_fn, steps, world, accumulation, clipping, bf16)
+    losses = _train_plain(model, batch_fn, optimizer_fn, loss_fn, steps, plain)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
 
 
@@ -211,41 +232,51 @@ def _train_plain(
     optimizer_fn: OptimizerFn,
     loss_fn: LossFn,
     steps: int,
-    world: int,
-    accumulation: int,
-    clipping: float,
-    bf16: bool,
+    plain: _Plain,
 ) -> list[float]:
     """Train `model` in this process on all ranks' batches; the losses of each step, averaged."""
+    if plain.masters:
+        _cast(model, plain.compute)
     optimizer = optimizer_fn(model)
-    compute = copy.deepcopy(model).bfloat16() if bf16 else model
-    if bf16:
-        _keep_buffers(compute, model)
+    separate = plain.compute is not None and not plain.masters
+    compute = _cast(copy.deepcopy(model), plain.compute) if separate else model
     pairs = list(zip(model.parameters(), compute.parameters(), strict=True))
     losses = []
     for step in range(steps):
         total = 0.0
-        for micro in range(accumulation):
-            for rank in range(world):
+        for micro in range(plain.accumulation):
+            for rank in range(plain.world):
                 inputs = batch_fn(step, micro, rank)
-                loss = loss_fn(_call(compute, cast_floating(inputs, torch.bfloat16) if bf16 else inputs))
-                (loss / accumulation).backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach()) / accumulation
-                if bf16:
+                if plain.compute is not None:
+                    inputs = cast_floating(inputs, plain.compute)
+                with torch.autocast("cpu", dtype=plain.autocast, enabled=plain.autocast is not None):
+                    loss = loss_fn(_call(compute, inputs))
+                (loss.float() / plain.accumulation * plain.loss_scale).backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach()) / plain.accumulation
+                if separate:
                     _collect(pairs)
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / world)
-        if clipping:
-            _clip(model, clipping)
+                parameter.grad.mul_(1.0 / plain.world / plain.loss_scale)
+        if plain.clipping:
+            _clip(model, plain.clipping)
         optimizer.step()
         optimizer.zero_grad()
-        if bf16:
+        if separate:
             with torch.no_grad():
                 for master, copy_ in pairs:
                     copy_.copy_(master)
-        losses.append(total / world)
+        losses.append(total / plain.world)
     return losses
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The parameters in `dtype`. zeroshard does not cast buffers, so the reference does not either."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and dtype is not None:
+                parameter.data = parameter.to(dtype)
+    return model
 
 
 def _clip(model: nn.Module, limit: float) -> None:
@@ -263,13 +294,6 @@ def _collect(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
             gradient = compute.grad.to(master.dtype)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             compute.grad = None
-
-
-def _keep_buffers(compute: nn.Module, model: nn.Module) -> None:
-    """zeroshard does not cast buffers, so the reference does not either."""
-    for theirs, ours in zip(compute.modules(), model.modules(), strict=True):
-        for name, buffer in ours._buffers.items():
-            theirs._buffers[name] = None if buffer is None else buffer.clone()
 
 
 def _largest(masters: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
@@ -303,6 +327,6 @@ def _adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _is_bf16(config: Mapping[str, Any]) -> bool:
-    section = config.get("bf16") or {}
-    return bool(section.get("enabled", False))
+def _is_16_bit(config: Mapping[str, Any]) -> bool:
+    sections = (config.get(name) or {} for name in ("bf16", "fp16", "torch_autocast"))
+    return any(section.get("enabled", False) for section in sections)
