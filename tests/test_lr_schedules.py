@@ -278,6 +278,7 @@ def test_an_optimizer_without_momentum_is_one_warning(caplog: pytest.LogCaptureF
         schedule.step()
     (record,) = caplog.records
     assert "Adagrad has neither betas nor momentum" in record.getMessage()
+    assert schedule.cycle_momentum is False
     assert rates_of(optimizer) == pytest.approx([0.4, 0.4])
     assert not {"betas", "momentum"} & set(optimizer.param_groups[0])
 
