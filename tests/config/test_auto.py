@@ -105,6 +105,15 @@ def test_everything_unresolved_is_in_one_error() -> None:
         assert path not in message
 
 
+def test_the_peak_rate_of_a_warm_up_may_stay_open() -> None:
+    """Absent, it is the optimizer's own rate: unknown to the config, and no error."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    assert dict(parse({"scheduler": scheduler}).scheduler.params) == {}
+    assert dict(parse({"scheduler": scheduler}, facts=AutoFacts(lr=0.5)).scheduler.params) == {
+        "warmup_max_lr": 0.5
+    }
+
+
 def test_not_strict_takes_defaults() -> None:
     config = parse(resolve_auto(HF, AutoFacts(), strict=False))
     assert config.zero_optimization.reduce_bucket_size == 500_000_000

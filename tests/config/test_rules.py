@@ -79,6 +79,13 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
         {"optimizer": {"type": "Adagrad"}},
         {"optimizer": {"type": "SomeFutureOptimizer"}},
+        {
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_type": "linear", "warmup_max_lr": [1e-3, 1e-4]},
+            }
+        },
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 10}}},
     ],
     ids=str,
 )
@@ -94,7 +101,6 @@ NOT_YET = {
     "gradient_predivide_factor": 2.0,
     "gradient_allreduce_op": "sum",
     "torch_autocast.enabled": True,
-    "scheduler.type": "WarmupLR",
     "bf16.bf16_master_weights_and_grads": True,
     "data_types.buffer_dtype": "bf16",
     "activation_checkpointing.cpu_checkpointing": True,
@@ -268,6 +274,14 @@ def test_no_effect_parameters_of_the_optimizer() -> None:
             ("optimizer.params.torch_adam", "true or false"),
         ),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}}, ("optimizer.params.betas", "SGD")),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+            ('scheduler.params.warmup_type = "cubic"', "log, linear"),
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"warmup_type": "log"}}},
+            ("scheduler.params.warmup_type", "OneCycle"),
+        ),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else str(value),
 )

@@ -97,7 +97,8 @@ _RULES: dict[str, Rule] = {
     "optimizer.params.weight_decay": _fact("weight_decay"),
     "scheduler.type": lambda facts: _Unknown(cure="no fact says this; write a name such as WarmupLR"),
     "scheduler.params.warmup_min_lr": lambda facts: 0,
-    "scheduler.params.warmup_max_lr": _fact("lr"),
+    # Its default is the optimizer's lr, so nothing is missing where lr is not known.
+    "scheduler.params.warmup_max_lr": lambda facts: _DEFAULT if facts.lr is None else facts.lr,
     "scheduler.params.warmup_num_steps": _fact("warmup_steps"),
     "scheduler.params.total_num_steps": _fact("max_steps"),
     "gradient_clipping": lambda facts: 1.0 if facts.max_grad_norm is None else facts.max_grad_norm,

@@ -7,7 +7,7 @@ from zeroshard.config.status import Key, keys, no_effect, not_yet, refused, used
 __all__ = ["OPTIMIZER_KEYS"]
 
 ONE_BIT = refused("1-bit compression is out of scope (removed in DeepSpeed 0.19.8 too)")
-SCHEDULER = not_yet("schedules from the config; until then pass lr_scheduler= to initialize")
+SCHEDULER = used("lr_schedules.build_schedule")
 
 OPTIMIZER_KEYS: tuple[Key, ...] = (
     *keys(
@@ -178,9 +178,9 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         cycle_max_lr=("Required. Cycle peak rate.", "float|list", None),
         decay_lr_rate=("Post-cycle decay rate; 0 keeps min rate.", "float", 0.0),
         cycle_first_step_size=("Steps of rising half.", "int", 2000),
-        cycle_second_step_size=("Steps of falling half.", "int", None),
+        cycle_second_step_size=("Steps of falling half; absent: as many as the rising.", "int", None),
         cycle_first_stair_count=("Stairs in rising half; 0 means continuous.", "int", 0),
-        cycle_second_stair_count=("Stairs in falling half.", "int", None),
+        cycle_second_stair_count=("Stairs in falling half; absent: as many as the rising.", "int", None),
         decay_step_size=("Interval for post-cycle decay; 0 disables decay.", "int", 0),
         cycle_momentum=("Cycle momentum opposite to rate.", "bool", True),
         cycle_min_mom=("Lower momentum (first beta); second beta set 0.99.", "float|list", 0.8),
@@ -192,7 +192,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         "A",
         SCHEDULER,
         warmup_min_lr=("Initial rate.", "float|list", 0.0),
-        warmup_max_lr=("Rate after warm-up.", "float|list", None),
+        warmup_max_lr=("Rate after warm-up; absent: the lr of the optimizer.", "float|list", None),
         warmup_num_steps=("Warm-up length; values below 2 act as 2.", "int", 1000),
         warmup_type=("Warm-up curve.", "enum log|linear", "log"),
     ),
@@ -201,7 +201,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         "A",
         SCHEDULER,
         warmup_min_lr=("Initial rate.", "float|list", 0.0),
-        warmup_max_lr=("Rate after warm-up.", "float|list", 0.001),
+        warmup_max_lr=("Rate after warm-up; absent: the lr of the optimizer.", "float|list", None),
         warmup_num_steps=("Warm-up length; values below 2 act as 2.", "int", 1000),
         warmup_type=("Warm-up curve.", "enum log|linear", "log"),
         total_num_steps=("Required. Step where rate reaches zero.", "int", None),

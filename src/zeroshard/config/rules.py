@@ -13,9 +13,9 @@ from zeroshard.config.status import Status
 from zeroshard.config.tree import Config
 from zeroshard.errors import ConfigError, NotYetError
 
-__all__ = ["combination_findings", "no_effect_notes", "require_supported"]
+__all__ = ["SCHEDULE_TYPES", "combination_findings", "no_effect_notes", "require_supported"]
 
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+SCHEDULE_TYPES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _NOT_OF_SGD = {
     "adam_w_mode",
     "amsgrad",
@@ -131,7 +131,7 @@ def _parameters(config: Config, section: str) -> Iterator[Finding]:
     names: set[str] | None = None
     if section == "optimizer" and type_ is not None and torch_name(type_) in ("Adam", "AdamW", "SGD"):
         names = set(rows) - (_NOT_OF_SGD if torch_name(type_) == "SGD" else set())
-    if type_ in _SCHEDULES:
+    if type_ in SCHEDULE_TYPES:
         names = {name for name, key in rows.items() if "(" in key.path} | {"last_batch_iteration"}
     for name, value in getattr(config, section).params.items():
         path = f"{section}.params.{name}"
@@ -153,6 +153,10 @@ def _parameters(config: Config, section: str) -> Iterator[Finding]:
 def _parameter_value(path: str, value: Any, type_: str) -> Iterator[Finding]:
     if type_ == "bool" and not isinstance(value, bool) and value is not None:
         yield Finding(path=path, value=value, rule="must be true or false", cure="write true or false")
+    choices = type_.removeprefix("enum ").split("|") if type_.startswith("enum ") else None
+    if choices is not None and value not in choices:
+        rule = f"must be one of {', '.join(choices)}"
+        yield Finding(path=path, value=value, rule=rule, cure="write one of those")
     numeric = type_ in ("int", "float", "float|list")
     if numeric and isinstance(value, (str, bool)):
         cure = "remove the quotes" if isinstance(value, str) else "write a number"
@@ -221,8 +225,6 @@ def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
 def _cure(given: GivenKey) -> str:
     if given.path == "optimizer.type":
         return "choose AdamW, Adam, SGD or another elementwise class of torch.optim"
-    if given.path == "scheduler.type":
-        return "remove it, with the section"
     if given.default is None or given.key is None or isinstance(given.value, dict):
         return "remove it"
     plain_default = isinstance(given.default, (bool, int, float, str))

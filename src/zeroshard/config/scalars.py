@@ -32,7 +32,10 @@ __all__ = [
     "Ratio",
     "Stage",
     "Strings",
+    "boolean",
+    "integer",
     "plain",
+    "real",
 ]
 
 
@@ -87,7 +90,9 @@ def _bounded(number: int | float, low: float | None, high: float | None, *, abov
         raise Problem(f"must be at most {high}", f"lower it to at most {high}, or remove the key")
 
 
-def _integer(low: int | None = None, high: int | None = None) -> Callable[[Any], int]:
+def integer(low: int | None = None, high: int | None = None) -> Callable[[Any], int]:
+    """A check: the value as an int (5e8 is one), or `Problem`. Both bounds are allowed values."""
+
     def validate(value: Any) -> int:
         number = _number(value)
         if number != int(number):
@@ -98,9 +103,11 @@ def _integer(low: int | None = None, high: int | None = None) -> Callable[[Any],
     return validate
 
 
-def _real(
+def real(
     low: float | None = None, high: float | None = None, *, above: bool = False
 ) -> Callable[[Any], float]:
+    """A check: the value as a finite float, or `Problem`. Bounds are allowed values; `low` not with `above`."""
+
     def validate(value: Any) -> float:
         number = _number(value)
         _bounded(number, low, high, above=above)
@@ -109,7 +116,8 @@ def _real(
     return validate
 
 
-def _boolean(value: Any) -> bool:
+def boolean(value: Any) -> bool:
+    """The value if it is true or false, or `Problem`."""
     if not isinstance(value, bool):
         raise Problem("must be true or false", "write true or false, without quotes")
     return value
@@ -126,15 +134,15 @@ def _period(value: Any) -> int | None:
     # Accelerate silences progress lines with Python's infinity.
     if value is None or value == math.inf:
         return None
-    return _integer(1)(value)
+    return integer(1)(value)
 
 
 def _integer_or_auto(value: Any) -> int | str:
-    return "auto" if value == "auto" else _integer(1)(value)
+    return "auto" if value == "auto" else integer(1)(value)
 
 
 def _real_or_auto(value: Any) -> float | str:
-    return "auto" if value == "auto" else _real()(value)
+    return "auto" if value == "auto" else real()(value)
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -166,16 +174,16 @@ _DTYPE_SPELLINGS = {
     for name in names
 }
 
-Int = Annotated[int, BeforeValidator(_integer())]
-NonNegativeInt = Annotated[int, BeforeValidator(_integer(0))]
-PositiveInt = Annotated[int, BeforeValidator(_integer(1))]
-Float = Annotated[float, BeforeValidator(_real())]
-NonNegativeFloat = Annotated[float, BeforeValidator(_real(0))]
-PositiveFloat = Annotated[float, BeforeValidator(_real(0, above=True))]
+Int = Annotated[int, BeforeValidator(integer())]
+NonNegativeInt = Annotated[int, BeforeValidator(integer(0))]
+PositiveInt = Annotated[int, BeforeValidator(integer(1))]
+Float = Annotated[float, BeforeValidator(real())]
+NonNegativeFloat = Annotated[float, BeforeValidator(real(0))]
+PositiveFloat = Annotated[float, BeforeValidator(real(0, above=True))]
 IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_integer_or_auto)]
 FloatOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_real_or_auto)]
-Ratio = Annotated[float, BeforeValidator(_real(0, 1))]
-Bool = Annotated[bool, BeforeValidator(_boolean)]
+Ratio = Annotated[float, BeforeValidator(real(0, 1))]
+Bool = Annotated[bool, BeforeValidator(boolean)]
 Stage = Annotated[int, BeforeValidator(_stage)]
 Period = Annotated[int | None, BeforeValidator(_period)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_strings)]
