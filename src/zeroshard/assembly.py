@@ -201,7 +201,8 @@ def _make_optimizer(
         choice = torch_optimizer(config.optimizer)
         if choice is None or not parameters:
             return None
-        made = build_optimizer(choice.name, choice.kwargs, parameters)
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        made = build_optimizer(choice.name, choice.kwargs, parameters, name_of)
     if made is not None:
         check_parameters(made, model)
     return made

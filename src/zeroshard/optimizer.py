@@ -7,6 +7,7 @@ PyTorch's; what is added is done in torch's own step hooks.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard import optimizers
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.gradients import ShardSlice
 
@@ -24,6 +26,7 @@ __all__ = [
     "STATE_ELEMENTS",
     "build_optimizer",
     "check_parameters",
+    "needs_whole",
     "rewire",
     "state_bytes",
     "uncut_parameters",
@@ -38,7 +41,9 @@ ELEMENTWISE = frozenset(
         "Adagrad",
         "Adam",
         "AdamW",
+        "AdamWithoutBiasCorrection",
         "Adamax",
+        "Lion",
         "NAdam",
         "RAdam",
         "RMSprop",
@@ -46,59 +51,136 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-"""Classes of torch.optim whose update of one element reads that element only."""
+"""Classes of torch.optim and zeroshard.optimizers whose update of one element reads that element only."""
+
+WHOLE = frozenset({"Adafactor", "Muon"})
+"""Classes of torch.optim whose update reads whole rows, columns or matrices."""
 
 STATE_ELEMENTS: Mapping[str, float] = {
     "Adam": 2,
     "AdamW": 2,
+    "AdamWithoutBiasCorrection": 2,
     "NAdam": 2,
     "RAdam": 2,
     "Adamax": 2,
     "Adagrad": 1,
+    "Lamb": 2,
+    "Lion": 1,
 }
 """Optimizer state per parameter element, where it does not depend on options."""
 
 
-def build_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """The torch.optim class `name` over `parameters`; Adam-type ones with torch's fused kernels.
+def build_optimizer(
+    name: str, options: Mapping[str, Any], parameters: Iterable[Any], name_of: Mapping[int, str]
+) -> Optimizer:
+    """The optimizer `name`, of zeroshard.optimizers or else of torch.optim, over `parameters`.
 
-    Raises ConfigError when there is no such class, or for an option it does not take.
+    torch's fused kernels are the default where every supported torch has them on every device. Muon also takes
+    `muon_lr` and `adam_lr`, and its groups are made by `muon_groups`.
+
+    Args:
+        parameters: parameters, or group dicts.
+        name_of: the parameters' names, by `id(parameter)`.
+
+    Raises ConfigError when there is no such class, or for an option or a value it does not take.
     """
-    cls = getattr(torch.optim, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
-        raise ConfigError(f"optimizer.type {name!r} is neither a built-in name nor a class of torch.optim")
-    accepted = inspect.signature(cls.__init__).parameters
+    cls = _class_of(name)
+    accepted = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
+    if cls is optimizers.Muon:
+        accepted += ["muon_lr", "adam_lr"]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ConfigError(
-            f"optimizer.params has {', '.join(map(repr, unknown))}, which torch.optim.{name} does not take; it "
-            f"takes {', '.join(key for key in accepted if key not in ('self', 'params'))}"
+            f"optimizer.params has {', '.join(map(repr, unknown))}, which {name} does not take; it takes "
+            f"{', '.join(accepted)}"
         )
-    options = dict(options)
-    if cls in (torch.optim.Adam, torch.optim.AdamW) and not {"foreach", "capturable"} & set(options):
+    options, parameters = dict(options), list(parameters)
+    if cls is optimizers.Muon:
+        rates = {key: options.pop(key, None) for key in ("muon_lr", "adam_lr")}
+        parameters = optimizers.muon_groups(parameters, name_of, lr=options.get("lr"), **rates)
+    if _can_fuse(cls, options, parameters):
         options.setdefault("fused", True)
-    optimizer: Optimizer = cls(parameters, **options)
+    try:
+        optimizer: Optimizer = cls(parameters, **options)
+    except ValueError as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ConfigError(f"optimizer.type {name} cannot be built with {options}: {error}") from error
     return optimizer
 
 
+def _class_of(name: str) -> type[Optimizer]:
+    known = {
+        key: cls
+        for module, names in ((torch.optim, dir(torch.optim)), (optimizers, optimizers.__all__))
+        for key in names
+        if inspect.isclass(cls := getattr(module, key))
+        and issubclass(cls, Optimizer)
+        and cls is not Optimizer
+    }
+    if name in known:
+        return known[name]
+    usable = sorted(ELEMENTWISE | WHOLE | {"Lamb"})
+    # DeepSpeed's classes are no types, and have a type's name in theirs: FusedAdam, DeepSpeedCPULion.
+    inside = [key for key in usable if key.lower() in name.lower()]
+    near = inside or difflib.get_close_matches(name, usable, n=1)
+    cure = f"did you mean {max(near, key=len)}?" if near else f"known are {', '.join(usable)}"
+    raise ConfigError(
+        f"optimizer.type {name!r} is neither a built-in name nor a class of torch.optim (case matters); {cure}"
+    )
+
+
+def _can_fuse(cls: type[Optimizer], options: Mapping[str, Any], parameters: list[Any]) -> bool:
+    """Whether torch's fused kernel can be the default. Adagrad's runs on the CPU alone before torch 2.12."""
+    if {"foreach", "capturable"} & set(options) or options.get("differentiable"):
+        return False
+    if cls is torch.optim.SGD:
+        # The kernel wants the momentum of all parameters to begin at the same step.
+        groups = [group for group in parameters if isinstance(group, dict)]
+        return not options.get("momentum") and not any(group.get("momentum") for group in groups)
+    return cls in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def needs_whole(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether the update of an element of `group` reads other elements of its parameter; None is not known.
+
+    A class can say it itself by a static method `needs_whole(group)`, as those of zeroshard.optimizers do. A
+    subclass of a class of torch.optim is taken to be like it.
+    """
+    told = getattr(type(optimizer), "needs_whole", None)
+    if told is not None:
+        return bool(told(group))
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in ELEMENTWISE | WHOLE:
+            return base.__name__ in WHOLE
+    return None
+
+
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
-    """Before anything is taken apart: the optimizer trains this model, or ModelError."""
-    owned = {id(parameter) for parameter in model.parameters()}
+    """Before anything is taken apart: the optimizer trains this model, each parameter once, or ModelError."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    group_of: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in owned:
+            key = id(parameter)
+            if key not in name_of:
                 raise ModelError(
                     f"the optimizer's group {number} holds a parameter that the model does not (entry {place}, "
                     f"shape {tuple(parameter.shape)}). Build the optimizer from this model's parameters(), "
                     f"after any .to(), copy or wrapping that creates new ones."
                 )
-
-
-def needs_whole(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    for base in type(optimizer).__mro__:
-        if base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim"):
-            return False
-    return True if type(optimizer).__name__ == "Adafactor" else None
+            if key in group_of:
+                first = group_of[key]
+                where = (
+                    f"twice in its group {number}"
+                    if first == number
+                    else f"in its groups {first} and {number}"
+                )
+                raise ModelError(
+                    f"the optimizer holds parameter {name_of[key]!r} {where}, and would update it twice per "
+                    f"step. Give each parameter once."
+                )
+            group_of[key] = number
 
 
 def uncut_parameters(optimizer: Optimizer | None, shards: int, allow_untested: bool) -> set[int]:
@@ -153,8 +235,10 @@ def _cut_state(state: Mapping[str, Any], shape: tuple[int, ...], part: ShardSlic
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == shape:
             flat = value.reshape(-1)[part.start : part.start + part.numel()]
-            return flat.clone().view(part.shape)
-        return value
+            # State that was made with the optimizer has the device and dtype that the model had then.
+            dtype = part.dtype if value.is_floating_point() else value.dtype
+            return flat.to(device=part.device, dtype=dtype, copy=True).view(part.shape)
+        return value.to(part.device) if isinstance(value, Tensor) and value.dim() else value
 
     if not part.numel() and 0 not in shape:
         return {}  # another rank owns all of it, with state of whatever shape

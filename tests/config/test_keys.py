@@ -121,11 +121,12 @@ def test_explanation_has_one_row_per_given_key() -> None:
 
 
 def test_explanation_knows_values_that_do_not_work_yet() -> None:
-    config = parse({"gradient_allreduce_op": "sum", "optimizer": {"type": "Lion"}})
+    config = parse({"gradient_allreduce_op": "sum", "optimizer": {"type": "LBFGS"}})
     rows = {row.path: row.status for row in explain_config(config)}
     assert rows == {
         "gradient_allreduce_op": 'not yet (only "mean" works so far)',
-        "optimizer.type": "not yet (Lion)",
+        "optimizer.type": "refused, because it re-evaluates the loss inside a step and keeps one state for "
+        "all parameters",
     }
 
 
@@ -133,6 +134,22 @@ def test_parameters_without_a_row_are_passed_on() -> None:
     config = parse({"optimizer": {"type": "NAdam", "params": {"momentum_decay": 0.1}}})
     rows = {row.path: row for row in explain_config(config)}
     assert rows["optimizer.params.momentum_decay"].status == "used: passed on"
+
+
+def test_rows_of_an_optimizers_own_parameters() -> None:
+    rows = {row.path: row for row in iter_keys()}
+    assert rows["optimizer.params (Lamb).max_coeff"].status == "used by optimizers.Lamb"
+    assert rows["optimizer.params (Muon).muon_lr"].status == "used by optimizers.muon_groups"
+    assert rows["optimizer.params (Muon).eps"].default == 1e-10
+    assert rows["optimizer.params.eps"].default == 1e-8
+    waiting = [
+        row.path for row in rows.values() if row.path.startswith("optimizer") and "not yet" in row.status
+    ]
+    assert waiting == []
+    config = parse({"optimizer": {"type": "muon", "params": {"eps": 1e-9, "momentum": 0.9}}})
+    told = {row.path: (row.status, row.default) for row in explain_config(config)}
+    assert told["optimizer.params.eps"] == ("used by optimizers.Muon", 1e-10)
+    assert told["optimizer.params.momentum"] == ("used by optimizers.Muon", 0.95)
 
 
 def test_import_brings_no_torch() -> None:

@@ -30,6 +30,11 @@ def test_no_type_is_no_optimizer() -> None:
         ("AdamW", {"adam_w_mode": False}, "AdamW"),
         ("sgd", {}, "SGD"),
         ("adagrad", {}, "Adagrad"),
+        ("LION", {}, "Lion"),
+        ("lamb", {}, "Lamb"),
+        ("adafactor", {}, "Adafactor"),
+        ("muon", {}, "Muon"),
+        ("Adam", {"bias_correction": False}, "AdamWithoutBiasCorrection"),
         ("Future", {}, "Future"),
     ],
 )
@@ -57,8 +62,38 @@ def test_keys_of_deepspeed_do_not_reach_torch() -> None:
     )
 
 
+def test_without_bias_correction() -> None:
+    def kwargs(type_: str, **params: Any) -> dict[str, Any]:
+        name, found = choice(type_, bias_correction=False, **params)
+        assert name == "AdamWithoutBiasCorrection"
+        return found
+
+    assert kwargs("Adam", lr=0.1, amsgrad=False) == {"lr": 0.1, "weight_decay": 0.0, "decoupled": True}
+    assert kwargs("Adam", adam_w_mode=False) == {"weight_decay": 0.0, "decoupled": False}
+    assert kwargs("AdamW", torch_adam=True) == {"weight_decay": 0.01, "decoupled": True}
+    assert kwargs("Adam", adam_w_mode=False, torch_adam=True) == {"weight_decay": 0.0, "decoupled": False}
+
+
+@pytest.mark.parametrize(
+    ("type_", "params", "kwargs"),
+    [
+        ("Lion", {"betas": [0.9, 0.99], "set_grad_none": False, "fp32_optimizer_states": True}, ("betas",)),
+        (
+            "Lamb",
+            {"amsgrad": False, "bias_correction": False, "max_coeff": 5},
+            ("bias_correction", "max_coeff"),
+        ),
+        ("Adagrad", {"eps": 1e-6, "fp32_optimizer_states": True}, ("eps",)),
+        ("Adafactor", {"eps": [None, 1e-3], "d": 2.0}, ("eps", "d")),
+        ("Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "gram"}, ("muon_lr", "adam_lr", "ns_method")),
+    ],
+)
+def test_what_reaches_the_class(type_: str, params: dict[str, Any], kwargs: tuple[str, ...]) -> None:
+    found = choice(type_, **params)[1]
+    assert tuple(found) == kwargs
+    assert all(found[key] == (tuple(p) if isinstance(p := params[key], list) else p) for key in kwargs)
+
+
 def test_what_cannot_be_built_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="bias_correction"):
-        choice("Adam", bias_correction=False)
-    with pytest.raises(ConfigError, match="Muon"):
-        choice("Muon")
+    with pytest.raises(ConfigError, match="LBFGS"):
+        choice("LBFGS")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from models import (
     Checkpointed,
     CheckpointedPairs,
@@ -23,7 +24,9 @@ from models import (
     tokens,
     two_groups,
 )
+from torch import nn
 
+from zeroshard.optimizers import AdamWithoutBiasCorrection, Lion
 from zeroshard.testing import FP32_TOLERANCE, RankPool, assert_parity
 
 STAGES = (0, 1, 2, 3)
@@ -47,6 +50,20 @@ def test_odd_model(ranks2: RankPool, stage: int, accumulation: int) -> None:
 def test_odd_model_on_four_ranks(ranks4: RankPool, stage: int) -> None:
     settings = config(stage, gradient_accumulation_steps=2, gradient_clipping=0.05)
     assert_parity(Odd, tokens, settings, optimizer_fn=two_groups, pool=ranks4, ranks=4)
+
+
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+def adam_without_bias_correction(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamWithoutBiasCorrection(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("optimizer_fn", [lion, adam_without_bias_correction])
+@pytest.mark.parametrize("stage", STAGES)
+def test_own_elementwise_optimizers(ranks2: RankPool, stage: int, optimizer_fn: Any) -> None:
+    assert_parity(Odd, tokens, config(stage), optimizer_fn=optimizer_fn, pool=ranks2, steps=6)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.config.status import Key, keys, no_effect, not_yet, refused, used
+from zeroshard.config.status import Key, keys, no_effect, refused, used
 
 __all__ = ["OPTIMIZER_KEYS"]
 
@@ -34,12 +34,6 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         amsgrad=("AMSGrad variant flag.", "bool", False),
         torch_adam=("Use torch Adam/AdamW instead of fused or CPU kernel.", "bool", False),
         adam_w_mode=("Decoupled weight decay for type Adam.", "bool", True),
-    ),
-    *keys(
-        "optimizer.params",
-        "A",
-        used("config.torch_optimizer"),
-        supported=(True,),
         bias_correction=("Apply Adam bias correction (fused/CPU Adam, Lamb).", "bool", True),
     ),
     *keys(
@@ -68,11 +62,16 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         nesterov=("Nesterov momentum.", "bool", False),
     ),
     *keys(
-        "optimizer.params (Adam|AdamW|SGD)",
+        "optimizer.params (Adam|AdamW|SGD|Adagrad|Adafactor)",
         "A",
         used("config.torch_optimizer"),
         maximize=("Ascend instead of descend.", "bool", False),
         foreach=("Kernel choice of torch.", "bool", None),
+    ),
+    *keys(
+        "optimizer.params (Adam|AdamW|SGD|Adagrad)",
+        "A",
+        used("config.torch_optimizer"),
         fused=("Kernel choice of torch.", "bool", None),
         differentiable=("Let autograd run through the step.", "bool", False),
     ),
@@ -89,9 +88,25 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         decoupled_weight_decay=("Decay as AdamW does.", "bool", False),
     ),
     *keys(
+        "optimizer.params (Adagrad)",
+        "A",
+        used("config.torch_optimizer"),
+        lr_decay=("Decay of the learning rate with the steps.", "float", 0),
+        initial_accumulator_value=("Where the sum of squares begins.", "float", 0),
+        eps=("Denominator constant.", "float", 1e-10),
+    ),
+    *keys(
+        "optimizer.params (Adafactor)",
+        "B",
+        used("config.torch_optimizer"),
+        beta2_decay=("Exponent of the decay rate of the second moment.", "float", -0.8),
+        eps=("Constants of the second moment (null: of the dtype) and of the step.", "[float,float]", None),
+        d=("Clipping threshold of the update.", "float", 1.0),
+    ),
+    *keys(
         "optimizer.params (Lamb)",
         "B",
-        not_yet("Lamb"),
+        used("optimizers.Lamb"),
         max_coeff=("Upper clip of LAMB trust ratio.", "float", 10.0),
         min_coeff=("Lower clip of LAMB trust ratio.", "float", 0.01),
         eps_inside_sqrt=("Place epsilon inside the square root.", "bool", False),
@@ -130,11 +145,18 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
     *keys(
         "optimizer.params (Muon)",
         "B",
-        not_yet("Muon"),
+        used("optimizers.Muon"),
         momentum=("Muon momentum.", "float", 0.95),
+        ns_method=("Newton-Schulz orthogonalisation variant.", "enum gram|standard", "gram"),
+        eps=("Denominator constant of its AdamW.", "float", 1e-10),
+        betas=("Decay rates of its AdamW.", "[float,float]", (0.9, 0.95)),
+    ),
+    *keys(
+        "optimizer.params (Muon)",
+        "B",
+        used("optimizers.muon_groups"),
         muon_lr=("Learning rate override for Muon matrices.", "float", "lr"),
         adam_lr=("Learning rate override for remaining Adam parameters.", "float", "lr"),
-        ns_method=("Newton-Schulz orthogonalisation variant.", "enum gram|standard", "gram"),
     ),
     *keys(
         "optimizer.params (MuAdam|MuAdamW|MuSGD)",

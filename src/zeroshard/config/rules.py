@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroshard.config.keys import GivenKey, asks, given_keys, only_supported, parameter_keys, switch_of
 from zeroshard.config.nearest import closest
-from zeroshard.config.optimizer import torch_name, unsupported
+from zeroshard.config.optimizer import class_name, parameters_of, unsupported
 from zeroshard.config.problems import Finding, shown
 from zeroshard.config.status import Status
 from zeroshard.config.tree import Config
@@ -16,16 +16,6 @@ from zeroshard.errors import ConfigError, NotYetError
 __all__ = ["SCHEDULE_TYPES", "combination_findings", "no_effect_notes", "require_supported"]
 
 SCHEDULE_TYPES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_NOT_OF_SGD = {
-    "adam_w_mode",
-    "amsgrad",
-    "betas",
-    "bias_correction",
-    "eps",
-    "fp32_optimizer_states",
-    "set_grad_none",
-    "torch_adam",
-}
 
 
 def combination_findings(config: Config) -> Iterator[Finding]:
@@ -33,6 +23,7 @@ def combination_findings(config: Config) -> Iterator[Finding]:
     yield from _precision(config)
     yield from _offload(config)
     yield from _parameters(config, "optimizer")
+    yield from _amsgrad(config)
     yield from _parameters(config, "scheduler")
 
 
@@ -127,12 +118,14 @@ def _offload(config: Config) -> Iterator[Finding]:
 
 def _parameters(config: Config, section: str) -> Iterator[Finding]:
     type_: str | None = getattr(config, section).type
-    rows = parameter_keys(section, None if type_ is None else torch_name(type_))
+    rows = parameter_keys(section, type_)
+    own = {name for name, key in rows.items() if "(" in key.path}
     names: set[str] | None = None
-    if section == "optimizer" and type_ is not None and torch_name(type_) in ("Adam", "AdamW", "SGD"):
-        names = set(rows) - (_NOT_OF_SGD if torch_name(type_) == "SGD" else set())
+    if section == "optimizer" and type_ is not None:
+        common = parameters_of(type_)
+        names = None if common is None else own | common
     if type_ in SCHEDULE_TYPES:
-        names = {name for name, key in rows.items() if "(" in key.path} | {"last_batch_iteration"}
+        names = own | {"last_batch_iteration"}
     for name, value in getattr(config, section).params.items():
         path = f"{section}.params.{name}"
         if section == "optimizer" and name == "max_grad_norm":
@@ -150,6 +143,16 @@ def _parameters(config: Config, section: str) -> Iterator[Finding]:
             yield from _parameter_value(path, value, rows[name].type or "")
 
 
+def _amsgrad(config: Config) -> Iterator[Finding]:
+    type_, params = class_name(config.optimizer.type or ""), config.optimizer.params
+    if params.get("amsgrad") is not True:
+        return
+    if type_ == "Lamb" or (type_ in ("Adam", "AdamW") and params.get("bias_correction") is False):
+        which = "Lamb" if type_ == "Lamb" else f"{type_} without bias correction"
+        rule, cure = f"{which} has no AMSGrad variant", "remove it or set it to false"
+        yield Finding(path="optimizer.params.amsgrad", value=True, rule=rule, cure=cure)
+
+
 def _parameter_value(path: str, value: Any, type_: str) -> Iterator[Finding]:
     if type_ == "bool" and not isinstance(value, bool) and value is not None:
         yield Finding(path=path, value=value, rule="must be true or false", cure="write true or false")
@@ -161,10 +164,15 @@ def _parameter_value(path: str, value: Any, type_: str) -> Iterator[Finding]:
     if numeric and isinstance(value, (str, bool)):
         cure = "remove the quotes" if isinstance(value, str) else "write a number"
         yield Finding(path=path, value=value, rule="must be a number", cure=cure)
+    if type_.startswith("enum ") and value not in (allowed := type_.removeprefix("enum ").split("|")):
+        rule = f"must be one of {', '.join(map(shown, allowed))}"
+        yield Finding(path=path, value=value, rule=rule, cure="write one of those")
     if type_ == "[float,float]" and not (
         isinstance(value, tuple) and len(value) == 2 and not any(isinstance(v, (str, bool)) for v in value)
     ):
-        yield Finding(path=path, value=value, rule="must be a list of two numbers", cure="write [0.9, 0.999]")
+        yield Finding(
+            path=path, value=value, rule="must be a list of two numbers", cure="write it as [0.9, 0.999]"
+        )
 
 
 def no_effect_notes(config: Config) -> Iterator[str]:
@@ -224,7 +232,7 @@ def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
 
 def _cure(given: GivenKey) -> str:
     if given.path == "optimizer.type":
-        return "choose AdamW, Adam, SGD or another elementwise class of torch.optim"
+        return "choose AdamW, Adam, SGD, Lion, Lamb, Muon, Adafactor or another class of torch.optim"
     if given.default is None or given.key is None or isinstance(given.value, dict):
         return "remove it"
     plain_default = isinstance(given.default, (bool, int, float, str))

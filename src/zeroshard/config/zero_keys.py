@@ -188,7 +188,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("Muon"),
+        not_yet("offload to NVMe"),
         save_muon_momentum_buffer_in_memory="Keep Muon momentum resident when optimizer swaps to NVMe.",
     ),
     *keys(
