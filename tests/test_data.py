@@ -172,6 +172,15 @@ def test_no_sample_is_repeated_or_left_out(
     assert seen.total() == math.ceil(size / new_world) * new_world
 
 
+def test_larger_batches_that_leave_nothing_of_an_epoch_resume_at_the_next() -> None:
+    before = make(10, 2, drop_last=True)
+    for _ in islice(before, 4):
+        pass
+    after = resumed(make(10, 4, 0, 2, drop_last=True), before.state_dict())
+    assert (after.state_dict()["epoch"], after.state_dict()["batches"]) == (1, 0)
+    assert list(after) == epoch_of(make(10, 4, 0, 2, drop_last=True), 1)
+
+
 def test_what_is_skipped_is_not_loaded() -> None:
     before = make(20)
     for _ in islice(before, 4):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,14 @@ def test_what_fails_at_the_end_is_a_warning_too(caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_a_closed_monitor_is_let_go(tmp_path: Path) -> None:
+    monitor = make(tmp_path, "csv_monitor")
+    monitor.close()
+    alive = weakref.ref(monitor)
+    del monitor
+    assert alive() is None
+
+
 def test_a_value_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     monitor = make(tmp_path, "csv_monitor")
     with pytest.raises(ValueError, match="only one element"):
@@ -200,17 +209,20 @@ def test_backends_that_are_off_are_not_imported() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_the_last_events_before_a_crash_are_there(tmp_path: Path) -> None:
+def test_a_script_that_ends_by_an_error_is_flushed_and_not_closed() -> None:
+    """Closing would tell wandb that all went well."""
     code = """
-import sys
-from zeroshard.config import parse
-from zeroshard.monitor import Monitor
-section = {"enabled": True, "output_path": sys.argv[1], "job_name": "job"}
-monitor = Monitor.of(parse({"tensorboard": section}), 0)
-for step in range(5):
-    monitor.write_events([("loss", step, step)])
+from zeroshard.monitor import Backend, Monitor
+class Spy(Backend):
+    target = "spy"
+    def write(self, name, value, step): print("write", name, value, step)
+    def flush(self): print("flush")
+    def close(self): print("close")
+Monitor([Spy()]).close()
+monitor = Monitor([Spy()])
+monitor.write_events([("loss", 2, 1)])
 raise SystemExit("the loss is nan")
 """
-    assert script(code, str(tmp_path)).stderr.strip() == "the loss is nan"
-    seen = EventAccumulator(str(tmp_path / "job")).Reload()
-    assert [event.step for event in seen.Scalars("loss")] == [0, 1, 2, 3, 4]
+    done = script(code)
+    assert done.stderr.strip() == "the loss is nan"
+    assert done.stdout.splitlines() == ["close", "write loss 2.0 1", "flush"]
