@@ -72,6 +72,7 @@ def test_everything_from_the_config(tmp_path: Path, capsys: pytest.CaptureFixtur
         results.append(engine.step())
     assert [result is None for result in results] == [True, False, True, False]
     assert engine.global_steps == 2
+    assert (loader.state_dict()["epoch"], engine.training_dataloader) == (1, loader)
     assert engine.get_global_grad_norm() > 0
     assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.25
     lines = capsys.readouterr().out.splitlines()

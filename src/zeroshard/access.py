@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.errors import ShardedAccessError, StateError
-from zeroshard.executor import Executor
-from zeroshard.gradients import GradientBuffer, ShardSlice
+from zeroshard.gradients import GradientBuffer
 from zeroshard.guard import home_of
 from zeroshard.layout import Slot
-from zeroshard.materialize import Groups
+from zeroshard.states import States
 
 __all__ = ["Access"]
 
@@ -33,27 +32,12 @@ __all__ = ["Access"]
 class Access:
     """One engine's states, by parameter."""
 
-    def __init__(
-        self,
-        *,
-        buffers: Sequence[FlatBuffer],
-        gradients: Sequence[GradientBuffer | None],
-        slices: Sequence[Sequence[ShardSlice]],
-        executor: Executor,
-        groups: Groups,
-        optimizer: Optimizer | None,
-        device: torch.device,
-    ) -> None:
-        """`slices`: per bucket and slot, what the optimizer holds."""
-        self._buffers, self._gradients, self._slices = tuple(buffers), tuple(gradients), slices
-        self._executor, self._groups, self._optimizer = executor, groups, optimizer
-        self._device = device
-        for buffer in buffers:
+    def __init__(self, states: States, optimizer: Optimizer | None) -> None:
+        self._states, self._optimizer = states, optimizer
+        self._buffers, self._gradients, self._slices = states.buffers, states.gradients, states.slices
+        self._executor, self._groups, self._device = states.executor, states.groups, states.device
+        for buffer in states.buffers:
             buffer.access = self
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self._buffers, self._gradients, self._slices, self._optimizer = (), (), (), None
 
     # ---- weights ------------------------------------------------------------------------------------
 
@@ -223,10 +207,7 @@ class Access:
             problem = error
         is_number = entry is not None and entry.dim() == 0
         number = float(entry) if entry is not None and is_number else 0.0
-        vector = torch.tensor(
-            [float(problem is not None), float(is_number), number], dtype=torch.float64, device=self._device
-        )
-        problems, numbers, total = self._groups.gather.sum_to_host(vector)
+        problems, numbers, total = self._states.sum([float(problem is not None), float(is_number), number])
         if problems:
             raise problem or StateError(f"another rank has no state {key!r} for {slot.name!r}")
         return entry, numbers > 0, total / numbers if numbers else 0.0
@@ -287,13 +268,7 @@ class Access:
         return whole[slot.offset : slot.end].view(slot.spec.shape).clone()
 
     def _anywhere(self, flag: bool) -> bool:
-        vector = torch.tensor([float(flag)], dtype=torch.float64, device=self._device)
-        sums = self._groups.gather.sum_to_host(vector)
-        if self._groups.replicate.size > 1:
-            sums = self._groups.replicate.sum_to_host(
-                torch.tensor(sums, dtype=torch.float64, device=self._device)
-            )
-        return sums[0] > 0
+        return self._states.sum([float(flag)])[0] > 0
 
     def _meet(self) -> None:
         self._groups.gather.sum_to_host(torch.zeros(1, dtype=torch.float64, device=self._device))

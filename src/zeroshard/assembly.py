@@ -30,6 +30,7 @@ from zeroshard.monitor import Monitor
 from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
+from zeroshard.states import States
 from zeroshard.streams import Lane
 from zeroshard.update import Update
 
@@ -80,39 +81,8 @@ def build_engine(
         loss_scale=loss_scale if precision.needs_loss_scale else None,
     )
     handles = install(description.modules, description.parameters, layout, executor, boundary, kept)
-    rank = groups.gather.rank + groups.gather.size * groups.replicate.rank
-    checks = precision.needs_loss_scale or (config.bf16.enabled and config.bf16.check_grad_overflow)
-    update = Update(
-        clipping=config.gradient_clipping,
-        needs_norm=checks or config.gradient_clipping > 0 or config.zero_optimization.compute_grad_norm,
-        skips=checks or not config.bf16.enabled,
-        loss_scale=loss_scale,
-        world=policy.world,
-        rank=rank,
-        groups=groups,
-        buffers=buffers,
-        gradients=gradients,
-        executor=executor,
-        probe=FiniteProbe(model),
-        names=list(description.parameters),
-        device=device,
-    )
-    access = Access(
-        buffers=buffers,
-        gradients=gradients,
-        slices=slices,
-        executor=executor,
-        groups=groups,
-        optimizer=made,
-        device=device,
-    )
-    progress = Progress(
-        config,
-        rank=rank,
-        world=policy.world,
-        parameters=layout.numel,
-        clock=Clock(device) if config.wall_clock_breakdown else None,
-        monitor=Monitor.of(config, rank),
+    states = States(
+        buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
     )
     return Engine(
         model,
@@ -123,14 +93,58 @@ def build_engine(
         groups=groups,
         buffers=buffers,
         executor=executor,
-        update=update,
-        access=access,
+        update=_make_update(config, precision, loss_scale, model, states),
+        access=Access(states, made),
         boundary=boundary,
-        progress=progress,
+        progress=_make_progress(config, layout.numel, states),
         handles=handles,
         optimizer=made,
         scheduler=scheduler,
         device=device,
+    )
+
+
+def _make_update(
+    config: Config,
+    precision: Precision,
+    loss_scale: LossScale,
+    model: nn.Module,
+    states: States,
+) -> Update:
+    """When the norm is needed, and what happens with one that is not finite."""
+    checks = precision.needs_loss_scale or (config.bf16.enabled and config.bf16.check_grad_overflow)
+    return Update(
+        states,
+        clipping=config.gradient_clipping,
+        needs_norm=checks or config.gradient_clipping > 0 or config.zero_optimization.compute_grad_norm,
+        skips=checks or not config.bf16.enabled,
+        loss_scale=loss_scale,
+        probe=FiniteProbe(model),
+        names=[name for name, _ in model.named_parameters()],
+    )
+
+
+def _make_progress(config: Config, parameters: int, states: States) -> Progress:
+    """With monitors that rank 0 writes; when it cannot start them, all ranks stop."""
+    monitor, problem = None, None
+    try:
+        monitor = Monitor.of(config, states.rank)
+    except ConfigError as error:
+        problem = error
+    if config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled:
+        failures = states.sum([float(problem is not None)])[0]
+        if failures and problem is None:
+            problem = ConfigError("rank 0 could not start the monitors of the config; its message says why")
+    if monitor is None or problem is not None:
+        assert problem is not None
+        raise problem
+    return Progress(
+        config,
+        rank=states.rank,
+        world=states.world,
+        parameters=parameters,
+        clock=Clock(states.device) if config.wall_clock_breakdown else None,
+        monitor=monitor,
     )
 
 

@@ -395,7 +395,6 @@ class Engine(Inquiries, nn.Module):
         buffers = list(self._flat_buffers)
         self._flat_buffers = ()
         self._update.close()
-        self._access.close()
         self._progress.close()
         while buffers:  # one by one, so that weights are never held twice
             buffers.pop().release()

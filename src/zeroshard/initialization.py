@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset
 
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
 from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch
+from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.materialize import Groups
@@ -39,7 +40,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, Optimizer | None, TrainingLoader | None, Any]:
     """Make an engine that trains `model` with ZeRO as `config` says.
 
     Args:
@@ -48,7 +49,7 @@ def initialize(
         optimizer: a torch optimizer over the model's parameters, or a callable that makes one from them;
             without it the config's `optimizer` section is used.
         model_parameters: what the config's optimizer trains; default all parameters that require grad.
-        training_data: a dataset; a loader that gives each rank its part is returned.
+        training_data: a dataset; a `data.TrainingLoader` that gives each rank its part is returned.
         lr_scheduler: a scheduler object, or a callable that makes one from the optimizer. Ticked at each
             update by `engine.step()`.
         collate_fn: for that loader.
@@ -184,26 +185,18 @@ def build_loader(
     config: Config,
     batch: BatchPlan,
     world: World,
-) -> DataLoader[Any]:
-    """Each rank sees its part of the data, shuffled the same way on all ranks."""
+) -> TrainingLoader:
+    """Each rank sees its part of the data, shuffled the same way on all ranks, each epoch in another way."""
     if batch.micro_batch_size is None:
         raise ConfigError(
             f"{config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the samples "
             f"of one forward on one rank"
         )
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(
-            dataset,
-            num_replicas=world.size,
-            rank=world.rank,
-            shuffle=True,
-            drop_last=config.dataloader_drop_last,
-        )
-    return DataLoader(
+    return TrainingLoader(
         dataset,
-        batch_size=batch.micro_batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
+        batch.micro_batch_size,
+        world.rank,
+        world.size,
         drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
     )

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import ballot, unanimous
 from zeroshard.errors import NonFiniteError, ScheduleError, StateError
-from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
-from zeroshard.gradients import GradientBuffer, ShardSlice
+from zeroshard.gradients import ShardSlice
 from zeroshard.loss_scale import LossScale
-from zeroshard.materialize import Groups
+from zeroshard.states import States
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["PATIENCE", "StepResult", "Update"]
@@ -70,20 +68,14 @@ class Update:
 
     def __init__(
         self,
+        states: States,
         *,
         clipping: float,
         needs_norm: bool,
         skips: bool,
         loss_scale: LossScale,
-        world: int,
-        rank: int,
-        groups: Groups,
-        buffers: Sequence[FlatBuffer],
-        gradients: Sequence[GradientBuffer | None],
-        executor: Executor,
         probe: FiniteProbe,
         names: Sequence[str],
-        device: torch.device,
     ) -> None:
         """`skips`: gradients that are not finite skip the step. `names`: parameters in order of definition."""
         self.loss_scale = loss_scale
@@ -98,10 +90,10 @@ class Update:
         self.requires_backward = False
         """A step that no backward came before is an error, and not nothing (`engine.step`)."""
         self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
-        self._world, self._rank, self._groups, self._device = world, rank, groups, device
-        self._buffers, self._executor, self._probe = buffers, executor, probe
-        self._gradients = gradients
-        self._trained = [gradient for gradient in gradients if gradient is not None]
+        self._states, self._executor, self._probe = states, states.executor, probe
+        self._world, self._rank = states.world, states.rank
+        self._buffers, self._gradients = states.buffers, states.gradients
+        self._trained = [gradient for gradient in states.gradients if gradient is not None]
         self._place = {name: index for index, name in enumerate(names)}
         self._in_a_row = 0
         self._open_window()
@@ -190,11 +182,11 @@ class Update:
         flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
         counted = float(self.backwards - self._dropped)
         numbers = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), *votes, *flags]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._states.device)
         if self._needs_norm:
             for gradient in self._trained:
                 vector[0] += gradient.squared_norm()
-        sums = self._sum(vector)
+        sums = self._states.sum(vector)
         same_gathers, same_order = unanimous(sums[5 : 5 + len(votes)], self._world)
         if not same_gathers:
             raise ScheduleError(
@@ -213,16 +205,10 @@ class Update:
                 f"all have it or none, or their weights cannot be compared"
             )
         # Every replica added the norm of the same gradients, which weighted backwards made larger.
-        norm = math.sqrt(squares / self._groups.replicate.size) * (self._world / tokens if tokens else 1.0)
+        norm = math.sqrt(squares / self._states.groups.replicate.size) * (
+            self._world / tokens if tokens else 1.0
+        )
         return _Agreed(norm if self._needs_norm else None, tokens, backwards)
-
-    def _sum(self, vector: torch.Tensor) -> list[float]:
-        sums = self._groups.reduce.sum_to_host(vector)
-        if self._groups.replicate.size > 1:
-            sums = self._groups.replicate.sum_to_host(
-                torch.tensor(sums, dtype=torch.float64, device=self._device)
-            )
-        return sums
 
     def _adopt_flags(self, flags: Sequence[float]) -> None:
         """A parameter with a gradient on any rank has one on all; with none anywhere it is left alone."""
@@ -273,7 +259,7 @@ class Update:
         module = self._probe.first()
         places[self._rank] = module + 1.0
         places[self._world + self._rank] = self._last_parameter() + 1.0
-        sums = self._sum(torch.tensor(places, dtype=torch.float64, device=self._device))
+        sums = self._states.sum(places)
         modules, parameters = sums[: self._world], sums[self._world :]
         for rank, found in enumerate(modules):
             if found:
@@ -322,7 +308,8 @@ class Update:
 
     def close(self) -> None:
         self._probe.disarm()
-        self._buffers, self._gradients, self._trained = (), (), []
+        self._trained.clear()
+        self._states.close()
 
     def _open_window(self) -> None:
         self._tokens, self._weighted = 0.0, 0
