@@ -62,7 +62,7 @@ def build_engine(
     buffers, gradients = _build(description, layout, groups, policy, device)
     precision.cast_buffers(model)
     move_buffers(model, groups, device)
-    slices = _slices(layout, buffers, gradients) if made is not None else [()] * len(buffers)
+    slices = _slices(layout, buffers, gradients, made is not None)
     if made is not None:
         _rewire(made, description, layout, slices)
     executor = Executor(
@@ -250,9 +250,14 @@ def _build(
 
 
 def _slices(
-    layout: Layout, buffers: Sequence[FlatBuffer], gradients: Sequence[GradientBuffer | None]
+    layout: Layout,
+    buffers: Sequence[FlatBuffer],
+    gradients: Sequence[GradientBuffer | None],
+    trains: bool,
 ) -> list[tuple[ShardSlice, ...]]:
-    """Per bucket and slot: what the optimizer is to hold."""
+    """Per bucket and slot: what the optimizer is to hold; nothing when there is none."""
+    if not trains:
+        return [() for _ in buffers]
     return [
         slices_of(
             gradient,

@@ -53,9 +53,18 @@ def foreign_optimizer(rank: int, world: int) -> Case:
     return attempt(model=small(), optimizer=torch.optim.SGD(other.parameters(), lr=0.1), config={})
 
 
-def matrix_optimizer(rank: int, world: int) -> Case:
+class Unheard(torch.optim.Optimizer):
+    """Nobody knows whether it works on slices."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+def unknown_optimizer(rank: int, world: int) -> Case:
     model = small()
-    return attempt(model=model, optimizer=torch.optim.Adafactor(model.parameters()), config={})
+    return attempt(
+        model=model, optimizer=Unheard(model.parameters()), config={"zero_optimization": {"stage": 1}}
+    )
 
 
 def meta_model(rank: int, world: int) -> Case:
@@ -112,7 +121,7 @@ def expect(pool: RankPool, case: Any, kind: str, words: tuple[str, ...], *argume
         (no_model, "ModelError", ("NoneType",)),
         (no_config, "ConfigError", ("exactly one config", "none")),
         (foreign_optimizer, "ModelError", ("group 0", "shape (4, 4)", "this model's parameters()")),
-        (matrix_optimizer, "ModelError", ("Adafactor", "zero_allow_untested_optimizer")),
+        (unknown_optimizer, "ModelError", ("Unheard", "zero_allow_untested_optimizer")),
         (meta_model, "ModelError", ("'0.weight'", "meta")),
         (second_engine, "ModelError", ("'0.weight' already belongs to an engine", "close()")),
         (loader_without_batch_size, "ConfigError", ("train_micro_batch_size_per_gpu",)),
@@ -140,7 +149,20 @@ def test_mistakes_in_the_call(ranks2: RankPool, case: Any, kind: str, words: tup
             "ConfigError",
             ("7", "world size = 2", "torch.distributed process group"),
         ),
-        ({"fp16": {"enabled": True}}, "NotYetError", ("fp16",)),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "ConfigError", ("fp16.hysteresis = 0", "at least 1")),
+        ({"gradient_clipping": -1}, "ConfigError", ("gradient_clipping = -1", "at least 0")),
+        ({"scheduler": {"type": "WarmupLR"}}, "ConfigError", ("WarmupLR", "needs an optimizer")),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "ConfigError", ("autocast", "bfloat16")),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linnear"]}},
+            "ConfigError",
+            ("torch.nn.Linnear", "torch.nn.Linear"),
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "ConfigError",
+            ("bf16.bf16_optimizer_states", "bf16_master_weights_and_grads"),
+        ),
         (
             {
                 "train_micro_batch_size_per_gpu": "auto",

@@ -167,7 +167,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("optimizer.check_elementwise"),
+        used("optimizer.uncut_parameters"),
         zero_allow_untested_optimizer="Permit ZeRO around optimizers outside the supported list.",
     ),
     *keys(

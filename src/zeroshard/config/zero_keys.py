@@ -82,7 +82,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        used("engine.Engine._adopt_flags"),
+        used("update.Update"),
         supported=(True,),
         ignore_unused_parameters="Tolerate parameters without gradients (stage 1/2 offload norm).",
     ),
