@@ -91,5 +91,9 @@ def _master_bytes(bucket: BucketLayout, policy: Policy) -> int:
 
 
 def _gradient_bytes(bucket: BucketLayout, policy: Policy, accumulates: bool) -> int:
-    width = _master_bytes(bucket, policy) if accumulates else BYTES_OF[bucket.dtype]
-    return width * (bucket.shard_numel if policy.reduce_every_backward else bucket.padded)
+    kept = _master_bytes(bucket, policy) if accumulates else BYTES_OF[bucket.dtype]
+    wire = BYTES_OF[policy.reduce_dtype or bucket.dtype]
+    if policy.reduce_every_backward:
+        return bucket.shard_numel * (kept if accumulates else wire)
+    # The full gradient stays; what was reduced is a part of it unless it travelled in another dtype.
+    return bucket.padded * kept + (bucket.shard_numel * wire if wire != kept else 0)
