@@ -15,6 +15,7 @@ from zeroshard import errors
 
 if TYPE_CHECKING:
     from zeroshard.config import Config
+    from zeroshard.data import RepeatingLoader
     from zeroshard.engine import Engine, StepResult
     from zeroshard.initialization import initialize
     from zeroshard.parameters import (
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Engine",
+    "RepeatingLoader",
     "StepResult",
     "ZeroParamStatus",
     "__version__",
@@ -59,6 +61,7 @@ __all__ = [
 _HOME_OF = {
     "Config": ("zeroshard.config", "Config"),
     "Engine": ("zeroshard.engine", "Engine"),
+    "RepeatingLoader": ("zeroshard.data", "RepeatingLoader"),
     "StepResult": ("zeroshard.engine", "StepResult"),
     "ZeroParamStatus": ("zeroshard.buffers", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),

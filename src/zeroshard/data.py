@@ -13,6 +13,7 @@ samples the ranks together have been given the first k*b*N. With 10 samples, 2 r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zeroshard.clock import Clock
 from zeroshard.errors import ConfigError, StateError
 
 __all__ = ["EpochCount", "RepeatingLoader", "TrainingLoader"]
@@ -104,6 +106,8 @@ class TrainingLoader:
             "num_workers": num_workers,
             "pin_memory": pin_memory,
         }
+        self.clock: Clock | None = None
+        """Times the wait for batches."""
         self._resumed: _Position | None = None
         self._now: _Position | None = None  # of the newest pass, until it has given its last batch
 
@@ -229,12 +233,21 @@ class TrainingLoader:
 
     def _give(self, position: _Position, batches: Iterator[Any]) -> Iterator[Any]:
         last = None if self._iterable else len(self)
-        for batch in batches:
+        for batch in self._timed(batches):
             position.batches += 1
             if position.batches == last:
                 self._end(position)
             yield batch
         self._end(position)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        nothing = object()
+        while True:
+            with contextlib.nullcontext() if self.clock is None else self.clock.phase("data"):
+                batch = next(batches, nothing)
+            if batch is nothing:
+                return
+            yield batch
 
     def _end(self, position: _Position) -> None:
         if self._now is position:  # an older pass says nothing about where the newest is

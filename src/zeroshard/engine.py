@@ -9,7 +9,7 @@ are clipped; after it, the model's copy of the weights is refreshed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,22 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary
-from zeroshard.buffers import FlatBuffer, Status
+from zeroshard.buffers import Status
 from zeroshard.config import BatchPlan, Config
+from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.executor import Executor
 from zeroshard.inquiries import Inquiries
 from zeroshard.layout import Layout
-from zeroshard.materialize import Groups
 from zeroshard.memory import MemoryBill, predict_memory
 from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.schedule import Schedule
+from zeroshard.states import States
 from zeroshard.summary import summary
 from zeroshard.update import StepResult, Update
 
@@ -53,9 +55,7 @@ class Engine(Inquiries, nn.Module):
         batch: BatchPlan,
         policy: Policy,
         layout: Layout,
-        groups: Groups,
-        buffers: Sequence[FlatBuffer],
-        executor: Executor,
+        states: States,
         update: Update,
         access: Access,
         boundary: Boundary,
@@ -76,18 +76,15 @@ class Engine(Inquiries, nn.Module):
         """Samples of all optimizer steps so far, over all ranks."""
         self._batch = batch
         self._update, self._access, self._boundary, self._progress = update, access, boundary, progress
-        self._groups = groups
-        self._flat_buffers = tuple(buffers)  # `_buffers` is nn.Module's own
-        self._executor, self._handles = executor, handles
+        self._states, self._executor, self._handles = states, states.executor, handles
         self._forced: bool | None = None
         self._window = 0
         """Calls of `step` since the last update."""
         self._managed_backward = False
         self._sync = True
         self._closed = False
-        self._loader: Callable[..., Any] | None = None
-        executor.on_backward = self._begin_backward
-        executor.clock = executor.reduces.clock = progress.clock
+        self._executor.on_backward = self._begin_backward
+        self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)  # stays, to refuse a step after close()
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))
@@ -306,7 +303,7 @@ class Engine(Inquiries, nn.Module):
 
     def status(self, parameter: nn.Parameter) -> Status:
         """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        return self._flat_buffers[self._access.buckets_of(parameter)[0]].status
+        return self._states.buffers[self._access.buckets_of(parameter)[0]].status
 
     # ---- what happens -------------------------------------------------------------------------------
 
@@ -330,7 +327,7 @@ class Engine(Inquiries, nn.Module):
         return predict_memory(
             self.layout,
             self.policy,
-            rank=self._groups.gather.rank,
+            rank=self._states.groups.gather.rank,
             state_elements=STATE_ELEMENTS.get(name),
             accumulates=self.policy.accumulate_dtype is not None,
             gathered_peak=self._executor.paths.predicted_peak(),
@@ -339,7 +336,7 @@ class Engine(Inquiries, nn.Module):
     def measured_memory(self) -> MemoryBill:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
-        for buffer in self._flat_buffers:
+        for buffer in self._states.buffers:
             tensor = buffer.full if buffer.layout.resident else buffer.shard
             parameters += tensor.numel() * tensor.element_size()
             if buffer.master is not None and buffer.master is not buffer.shard:
@@ -371,6 +368,43 @@ class Engine(Inquiries, nn.Module):
         self._progress.tell(summary(self), self.config.dump_state)
         self._progress.tell_bill(self.memory())
 
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> TrainingLoader:
+        """A loader of this rank's part of `dataset`: shuffled for the route "train", in order for others.
+
+        `batch_size` is the samples of one forward on one rank, by default the config's. For a sampler of your
+        own make a torch DataLoader. Raises ConfigError when the batch size is not known.
+        """
+        size = batch_size or self._batch.micro_batch_size
+        if size is None or data_sampler is not None:
+            raise ConfigError(
+                f"{self.config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the "
+                f"samples of one forward on one rank"
+                if size is None
+                else "deepspeed_io makes its own sampler; with data_sampler= build a torch.utils.data.DataLoader"
+            )
+        loader = TrainingLoader(
+            dataset,
+            size,
+            self._states.rank,
+            self._states.world,
+            shuffle=route == "train",
+            drop_last=self.config.dataloader_drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+            pin_memory=pin_memory,
+        )
+        loader.clock = self._progress.clock
+        return loader
+
     # ---- life cycle ---------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -392,13 +426,13 @@ class Engine(Inquiries, nn.Module):
             for group in self.optimizer.param_groups:
                 group["params"] = []
         self._executor.close()
-        buffers = list(self._flat_buffers)
-        self._flat_buffers = ()
+        buffers = list(self._states.buffers)
+        self._states.close()
         self._update.close()
         self._progress.close()
         while buffers:  # one by one, so that weights are never held twice
             buffers.pop().release()
-        self._groups.close()
+        self._states.groups.close()
 
     def _check_loss(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor):

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
-from zeroshard.config import AutoFacts, BatchPlan, Config, parse, require_supported, resolve_batch
+from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
@@ -24,7 +24,7 @@ from zeroshard.materialize import Groups
 from zeroshard.policy import Policy
 from zeroshard.world import World, join
 
-__all__ = ["build_loader", "facts_of", "initialize", "open_groups"]
+__all__ = ["facts_of", "initialize", "open_groups"]
 
 log = logging.getLogger("zeroshard")
 
@@ -91,7 +91,7 @@ def initialize(
     )
     engine.announce()
     if training_data is not None:
-        engine.training_dataloader = build_loader(training_data, collate_fn, parsed, batch, world)
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -177,26 +177,3 @@ def open_groups(policy: Policy, world: World) -> Groups:
     groups = (dist.new_group(), dist.new_group())
     gather, reduce = (open_collectives(group, world.device) for group in groups)
     return Groups(gather=gather, reduce=reduce, replicate=LocalCollectives(), owned=groups)
-
-
-def build_loader(
-    dataset: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    config: Config,
-    batch: BatchPlan,
-    world: World,
-) -> TrainingLoader:
-    """Each rank sees its part of the data, shuffled the same way on all ranks, each epoch in another way."""
-    if batch.micro_batch_size is None:
-        raise ConfigError(
-            f"{config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the samples "
-            f"of one forward on one rank"
-        )
-    return TrainingLoader(
-        dataset,
-        batch.micro_batch_size,
-        world.rank,
-        world.size,
-        drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-    )

@@ -309,7 +309,6 @@ class Update:
     def close(self) -> None:
         self._probe.disarm()
         self._trained.clear()
-        self._states.close()
 
     def _open_window(self) -> None:
         self._tokens, self._weighted = 0.0, 0

@@ -135,7 +135,7 @@ def train_and_eval(rank: int, world: int) -> float:
             train(engine, reference, expected, rank, world, step, (1, 1))
         engine.train()
         reference.train()
-    assert all(not b.is_live for b in engine._flat_buffers if not b.layout.resident)
+    assert all(not b.is_live for b in engine._states.buffers if not b.layout.resident)
     return finish(engine, model, reference)
 
 
@@ -296,7 +296,7 @@ def edits(rank: int, world: int, stage: int, bf16: bool) -> None:
         pass
     with pytest.raises(ZeroDivisionError), engine.gathered(model):
         raise ZeroDivisionError
-    assert all(not b.is_live for b in engine._flat_buffers if not b.layout.resident)
+    assert all(not b.is_live for b in engine._states.buffers if not b.layout.resident)
     engine.close()
 
 

@@ -84,7 +84,7 @@ def generation(rank: int, world: int, stage: int) -> bool:
         engine.step()
     model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert not any(b.is_live for b in engine._flat_buffers if not b.layout.resident)
+    assert not any(b.is_live for b in engine._states.buffers if not b.layout.resident)
     engine.close()
     return all(same)
 

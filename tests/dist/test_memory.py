@@ -62,9 +62,9 @@ def measure(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine.step()
     counted = {
         "parameters": sum(
-            (b.full if b.layout.resident else b.shard).nbytes for b in engine._flat_buffers
+            (b.full if b.layout.resident else b.shard).nbytes for b in engine._states.buffers
         ),
-        "full buffers": sum(b.full.untyped_storage().nbytes() for b in engine._flat_buffers),
+        "full buffers": sum(b.full.untyped_storage().nbytes() for b in engine._states.buffers),
         "optimizer state": sum(
             v.nbytes for s in engine.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()
         ),

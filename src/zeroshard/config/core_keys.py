@@ -24,7 +24,7 @@ CORE_KEYS: tuple[Key, ...] = (
     *keys(
         "",
         "A",
-        used("initialization.build_loader"),
+        used("engine.Engine.deepspeed_io"),
         dataloader_drop_last="Drop the final incomplete batch in the loader built from training_data.",
     ),
     *keys(
