@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeroshard.errors import StateError
 from zeroshard.loss_scale import LossScale
-from zeroshard.precision import cast_floating, map_tensors, tensors_in
+from zeroshard.precision import cast_floating, map_tensors
 
 __all__ = ["Boundary"]
 
@@ -71,19 +71,14 @@ class Boundary:
             self._contexts.pop().__exit__(None, None, None)
         if self.loss_scale is None or in_backward:
             return outputs
-        # A view, so that what the model keeps of its outputs for later has no hook.
-        shown = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, outputs)
-        for tensor in tensors_in(shown):
-            if tensor.requires_grad:
-                tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
-        return shown
+        return map_tensors(self._enter_tensor, outputs)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a backward of the whole of it."""
         if self.loss_scale is None:
             return loss
         scale = self.loss_scale.value
-        scaled = loss.float() * scale  # a loss of fp16 would overflow
+        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale  # fp16 would overflow
 
         def carry(_: Tensor) -> None:
             task = _graph_task()
@@ -102,6 +97,14 @@ class Boundary:
                 f"come from the outputs of the model's forward (a regulariser over its weights, an attribute it "
                 f"set, a checkpoint around it). Cure: engine.backward(loss), or engine.scale(loss).backward()."
             )
+
+    def _enter_tensor(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        # A view, so that what the model keeps of its outputs (a cache of keys and values) has no hook.
+        outside = tensor.view_as(tensor)
+        outside.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return outside
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         assert self.loss_scale is not None

@@ -77,6 +77,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # Hugging Face's are dicts as well
+        changes = {
+            field.name: new
+            for field in dataclasses.fields(value)
+            if field.init and (new := map_tensors(function, old := getattr(value, field.name))) is not old
+        }
+        return dataclasses.replace(value, **changes) if changes else value
     if isinstance(value, dict):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         if all(mapped[key] is value[key] for key in value):
@@ -91,13 +98,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: new
-            for field in dataclasses.fields(value)
-            if field.init and (new := map_tensors(function, old := getattr(value, field.name))) is not old
-        }
-        return dataclasses.replace(value, **changes) if changes else value
     return value
 
 

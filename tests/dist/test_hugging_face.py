@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.testing import RankPool, assert_parity
+from zeroshard.testing import FP32_TOLERANCE, RankPool, assert_parity
 
 pytest.importorskip("transformers")
 
@@ -66,6 +66,51 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_equals_plain_pytorch(ranks2: RankPool, stage: int, model_fn: Any) -> None:
     assert_parity(model_fn, batch, config(stage), optimizer_fn=sgd, pool=ranks2)
+
+
+PRECISIONS = {
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "bf16": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit_training_equals_plain_pytorch(ranks2: RankPool, stage: int, precision: str) -> None:
+    """Two steps: masters that differ in their last bit round to 16-bit weights that differ by 2^-9, and the
+    more steps, the likelier that one lies on such an edge."""
+    settings = {**config(stage), **PRECISIONS[precision], "communication_data_type": "fp32"}
+    assert_parity(
+        checkpointed, batch, settings, optimizer_fn=sgd, pool=ranks2, steps=2, tolerance=FP32_TOLERANCE
+    )
+
+
+def scaled_by_hand(rank: int, world: int, stage: int) -> float:
+    """A plain backward of `output.loss` under fp16 moves weights as engine.backward does."""
+    results = []
+    for plain in (True, False):
+        model: Any = llama()
+        settings = {**config(stage), **PRECISIONS["fp16"], "gradient_accumulation_steps": 1}
+        engine, optimizer, _, _ = zeroshard.initialize(model=model, optimizer=sgd(model), config=settings)
+        for step in range(2):
+            output = engine(**batch(step, 0, rank))
+            assert type(output).__name__ == "CausalLMOutputWithPast"
+            if plain:
+                output.loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                engine.backward(output["loss"])
+                engine.step()
+        results.append([engine.full_fp32(p) for p in model.parameters()])
+        engine.close()
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plain_backward_is_scaled(ranks2: RankPool, stage: int) -> None:
+    assert max(ranks2.run(scaled_by_hand, stage)) <= 1e-6
 
 
 def generation(rank: int, world: int, stage: int) -> bool:

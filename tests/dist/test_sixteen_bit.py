@@ -416,6 +416,42 @@ def test_a_static_scale_skips_and_stays(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(static_scale, stage) == [(128.0, False, 1)] * 2
 
 
+def exchanges(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Any]:
+    """(small sums over all ranks in three steps, the last norm)."""
+    torch.manual_seed(0)
+    model = Net()
+    engine, *_ = zeroshard.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
+    )
+    group = engine._states.groups.reduce
+    count, original = 0, type(group).sum_to_host
+
+    def counted(*args: Any) -> list[float]:
+        nonlocal count
+        count += 1
+        return original(group, *args)
+
+    group.sum_to_host = counted
+    for step in range(3):
+        engine.backward(engine(features(step, 0, rank)))
+        engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.close()
+    return count, norm
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_norm_and_overflow_cost_no_exchange_of_their_own(ranks2: RankPool, stage: int) -> None:
+    bare = config(stage)
+    bare["zero_optimization"]["compute_grad_norm"] = False
+    assert ranks2.run(exchanges, bare) == [(3, None)] * 2
+    full = config(stage, gradient_clipping=0.1, fp16=fp16())
+    (count, norm), other = ranks2.run(exchanges, full)
+    assert count == 3
+    assert norm > 0
+    assert other == (count, norm)
+
+
 # ---- what has which dtype ---------------------------------------------------------------------------
 
 
