@@ -189,6 +189,15 @@ class Engine(Inquiries, nn.Module):
         for parameter in self.module.parameters():
             parameter.grad = None
 
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the window's gradients to a global L2 norm now, and return what it was. All ranks call it.
+
+        What `torch.nn.utils.clip_grad_norm_` does for a plain model; it finds no gradients here, since they are
+        not left on the parameters. The step clips again by `gradient_clipping`, unless that is 0.
+        """
+        self._check_open("clip_grad_norm_")
+        return self._update.clip(max_norm)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate locally; the next one outside, or the step, reduces the sum.

@@ -109,6 +109,11 @@ class Update:
                 "optimizer.step(closure) is not supported: gradients are reduced before the step. Run the "
                 "closure's forward and backward yourself, then call step() without it."
             )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise StateError(
+                "torch's GradScaler drives this step, and would decide on each rank alone whether to skip it. "
+                'Remove it: "fp16" or "torch_autocast" in the config brings a loss scale for all ranks.'
+            )
         self._check_nothing_ignored(optimizer)
         for buffer in self._buffers:
             if buffer.layout.resident and buffer.edited():
@@ -137,7 +142,7 @@ class Update:
                 self.attempted,
                 norm,
             )
-        coefficient = self._coefficient(norm if finite else None)
+        coefficient = _coefficient(norm, self._clipping) if norm is not None and finite else 1.0
         weight = self._world / agreed.tokens if agreed.tokens else 1.0
         for gradient in self._trained:
             gradient.promote(coefficient * weight)
@@ -218,8 +223,19 @@ class Update:
             gradient.had = {i for i in range(count) if flags[position + i] > 0}
             position += count
 
-    def _coefficient(self, norm: float | None) -> float:
-        return min(self._clipping / (norm + 1e-6), 1.0) if self._clipping > 0 and norm is not None else 1.0
+    def clip(self, max_norm: float) -> float:
+        """Clip what is accumulated so far; see `Engine.clip_grad_norm_`."""
+        if not max_norm > 0:
+            raise StateError(f"clip_grad_norm_({max_norm}): the largest norm must be more than 0")
+        self._executor.reduces.flush()
+        squares = sum((gradient.squared_norm() for gradient in self._trained), torch.zeros(()))
+        total, tokens = self._states.sum([float(squares), self._tokens])
+        weight = self._world / tokens if tokens else 1.0
+        norm = math.sqrt(total / self._states.groups.replicate.size) * weight
+        if math.isfinite(norm):
+            for gradient in self._trained:
+                gradient.promote(_coefficient(norm, max_norm))
+        return norm
 
     # ---- skipping -----------------------------------------------------------------------------------
 
@@ -316,3 +332,8 @@ class Update:
         for gradient in self._trained:
             gradient.updating = False
             gradient.scale = self.loss_scale.value
+
+
+def _coefficient(norm: float, limit: float) -> float:
+    """What clips `norm` to `limit`; 0 is no limit. The small number is torch's."""
+    return min(limit / (norm + 1e-6), 1.0) if limit > 0 else 1.0
