@@ -14,6 +14,7 @@ A part of the loss that leaves the model another way, such as an attribute set i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +24,19 @@ from zeroshard.errors import StateError
 from zeroshard.loss_scale import LossScale
 from zeroshard.precision import cast_floating, map_tensors
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "carried_tokens"]
 
-_carried: dict[int, float] = {}
-"""Scale that gradients outside of any model carry, by autograd graph task. Shared by all engines."""
+
+@dataclass(frozen=True)
+class _Carried:
+    """What a loss was multiplied by as a whole, for all engines that its backward reaches."""
+
+    scale: float = 1.0
+    tokens: float | None = None
+
+
+_carried: dict[int, _Carried] = {}
+"""By autograd graph task. Shared by all engines."""
 
 
 class Boundary:
@@ -73,16 +83,17 @@ class Boundary:
             return outputs
         return map_tensors(self._enter_tensor, outputs)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a backward of the whole of it."""
-        if self.loss_scale is None:
+    def scaled(self, loss: Tensor, tokens: float | None = None) -> Tensor:
+        """`loss` times the loss scale and the tokens it is a mean of, for a backward of the whole of it."""
+        if self.loss_scale is None and tokens is None:
             return loss
-        scale = self.loss_scale.value
-        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale  # fp16 would overflow
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        factor = scale * (1.0 if tokens is None else tokens)
+        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor  # fp16 would overflow
 
         def carry(_: Tensor) -> None:
             task = _graph_task()
-            _carried[task] = scale
+            _carried[task] = _Carried(scale, tokens)
             self._is_scaled_in(task)
             _at_end(lambda: _carried.pop(task, None))
 
@@ -109,7 +120,7 @@ class Boundary:
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         assert self.loss_scale is not None
         self._is_scaled_in(_graph_task())
-        return gradient * (self.loss_scale.value / _carried_scale())
+        return gradient * (self.loss_scale.value / _carried_now().scale)
 
     def _leave_backward(self, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and tensor.is_floating_point()):
@@ -119,7 +130,7 @@ class Boundary:
 
         def unscale(gradient: Tensor) -> Tensor:
             assert scale is not None
-            return gradient * (_carried_scale() / scale.value)
+            return gradient * (_carried_now().scale / scale.value)
 
         inside.register_hook(unscale)  # type: ignore[no-untyped-call]
         return inside
@@ -130,9 +141,14 @@ class Boundary:
             _at_end(lambda: self._scaled_tasks.discard(task))
 
 
-def _carried_scale() -> float:
-    """Of the innermost backward that carries one: recomputation runs backwards inside others."""
-    return next(reversed(_carried.values()), 1.0)
+def carried_tokens() -> float | None:
+    """The tokens that the loss of the running backward is weighted by; None when it is not."""
+    return _carried_now().tokens
+
+
+def _carried_now() -> _Carried:
+    """Of the innermost backward that carries something: recomputation runs backwards inside others."""
+    return next(reversed(_carried.values()), _Carried())
 
 
 def _graph_task() -> int:

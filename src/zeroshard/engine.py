@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
-from zeroshard.boundary import Boundary
+from zeroshard.boundary import Boundary, carried_tokens
 from zeroshard.buffers import Status
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
@@ -117,19 +117,15 @@ class Engine(Inquiries, nn.Module):
         """
         self._check_open("backward")
         self._check_loss(loss)
-        if tokens is not None:
-            if not 0 <= tokens < float("inf"):
-                raise StateError(f"backward(tokens={tokens}): it must be a number of tokens, 0 or more")
-            weighted = loss * tokens
-            self._update.weigh(tokens)
-        else:
-            if scale_wrt_gas and self._batch.accumulation_steps > 1:
-                loss = loss / self._batch.accumulation_steps
-            weighted = loss
+        if tokens is not None and not 0 <= tokens < float("inf"):
+            raise StateError(f"backward(tokens={tokens}): it must be a number of tokens, 0 or more")
+        if tokens is None and scale_wrt_gas and self._batch.accumulation_steps > 1:
+            loss = loss / self._batch.accumulation_steps
         self._progress.saw_loss(loss)
         self._managed_backward = True
         try:
-            self.scale(weighted).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            scaled = self._boundary.scaled(loss, tokens)
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._managed_backward = False
         return loss.detach()
@@ -263,7 +259,7 @@ class Engine(Inquiries, nn.Module):
 
     def _begin_backward(self) -> None:
         """Stages 0 and 1 reduce when a step is due after this backward; 2 and 3 every time."""
-        self._update.backwards += 1
+        self._update.saw_backward(carried_tokens())
         if not self.config.managed_gradient_accumulation:
             due = False  # nobody knows; the step reduces what is there
         elif self._managed_backward or self._forced is not None:

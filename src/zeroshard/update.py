@@ -312,10 +312,12 @@ class Update:
         self._executor.reduces.clear()
         self._open_window()
 
-    def weigh(self, tokens: float) -> None:
-        """The backward that comes counts as the mean over `tokens`."""
-        self._tokens += tokens
-        self._weighted += 1
+    def saw_backward(self, tokens: float | None) -> None:
+        """A backward begins; with `tokens` it is weighted by them."""
+        self.backwards += 1
+        if tokens is not None:
+            self._tokens += tokens
+            self._weighted += 1
 
     def drop_window(self) -> None:
         """The gradients of this window are dropped. That there were backwards is remembered until the step."""
