@@ -305,7 +305,7 @@ def test_anything_else_is_named(given: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, ["warmup_num_steps = 0: must be at least 1"]),
+        ("WarmupLR", {"warmup_num_steps": -1}, ["warmup_num_steps = -1: must be at least 0"]),
         ("WarmupLR", {"warmup_num_steps": 2.5}, ["warmup_num_steps = 2.5: must be a whole number"]),
         ("WarmupLR", {"warmup_num_steps": True}, ["warmup_num_steps = true: must be a number"]),
         ("WarmupLR", {"warmup_max_lr": -0.1}, ["warmup_max_lr = -0.1: must be at least 0"]),
@@ -491,3 +491,18 @@ def test_decay_of_a_schedule_ends_at_its_low_rate() -> None:
     optimizer = adam(0.1)
     WarmupDecayLR(optimizer, 20, warmup_min_lr=0.01, warmup_num_steps=5).step(20)
     assert rates_of(optimizer) == [0.01]
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_no_warm_up_is_the_whole_rate_from_the_first_step(name: str) -> None:
+    """What "auto" comes to where nobody asked for a warm-up."""
+    optimizer = adam(0.1)
+    extra = {} if name == "WarmupLR" else {"total_num_steps": 4}
+    schedule = build(name, optimizer, warmup_num_steps=0, **extra)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(5):
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(0.1)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx({"WarmupLR": 0.1, "WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-5}[name])

@@ -291,7 +291,15 @@ def _make_scheduler(optimizer: Optimizer | None, config: Config, lr_scheduler: A
         )
     if lr_scheduler is None:
         return build_schedule(chosen, config.scheduler.params, optimizer)
-    return lr_scheduler(optimizer) if _is_factory(lr_scheduler) else lr_scheduler
+    if _is_factory(lr_scheduler):
+        return lr_scheduler(optimizer)
+    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        raise ModelError(
+            f"the {type(lr_scheduler).__name__} that was passed drives another optimizer than the one that trains "
+            f"({type(optimizer).__name__}). Build it on the optimizer that is passed to initialize, or pass "
+            f"lr_scheduler=lambda optimizer: ... to have it built"
+        )
+    return lr_scheduler
 
 
 def _is_factory(scheduler: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
@@ -151,6 +152,11 @@ class Engine(Inquiries, nn.Module):
             self.micro_steps += 1
             self._window += 1
             return None
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
+            raise StateError(
+                'ReduceLROnPlateau needs what it watches: engine.step({"metrics": value}), the same value on '
+                "every rank"
+            )
         self._update.requires_backward = True
         try:
             self.optimizer.step()
@@ -412,6 +418,11 @@ class Engine(Inquiries, nn.Module):
 
     # ---- life cycle ---------------------------------------------------------------------------------
 
+    def allreduce_gradients(self) -> None:
+        """Reduce now what backwards only accumulated so far; the step does it anyway. All ranks call it."""
+        self._check_open("allreduce_gradients")
+        self._executor.reduces.flush()
+
     def close(self) -> None:
         """Remove all hooks and free all states; the module keeps its full weights. All ranks call it.
 
@@ -438,6 +449,8 @@ class Engine(Inquiries, nn.Module):
         while buffers:  # one by one, so that weights are never held twice
             buffers.pop().release()
         self._states.groups.close()
+
+    destroy = close
 
     def _check_loss(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor):

@@ -21,8 +21,11 @@ CURVES = ("log", "linear")
 def warmup_factor(t: int, steps: int, curve: str) -> float:
     """From 0 at t <= 0 up to 1 at t = `steps` and ever after; `curve` is log or linear.
 
-    Fewer than 2 steps act as 2. The log curve reaches 1 a step earlier: it is ln(t + 1) / ln(steps).
+    0 steps are no warm-up, and 1 step acts as 2. The log curve reaches 1 a step earlier: it is
+    ln(t + 1) / ln(steps).
     """
+    if steps == 0:
+        return 1.0
     steps = max(2, steps)
     if t < 0:
         return 0.0
@@ -33,17 +36,20 @@ def warmup_factor(t: int, steps: int, curve: str) -> float:
 
 def warmup_decay_factor(t: int, steps: int, total: int, curve: str) -> float:
     """`warmup_factor` for t < `steps`; then straight down from 1 to 0 at t = `total`, and 0 ever after."""
-    steps = max(2, steps)
-    if t < steps:
+    steps = max(2, steps) if steps else 0
+    if t < steps or t < 0:
         return warmup_factor(t, steps, curve)
     return max(0.0, (total - t) / max(1, total - steps))
 
 
 def warmup_cosine_factor(t: int, steps: int, total: int, curve: str, start: float, floor: float) -> float:
-    """0 before the first step; `start` to 1 for t < `steps`; half a cosine wave down to `floor` at `total` - 1."""
-    steps = max(2, steps)
+    """0 before the first step; `start` to 1 for t < `steps`; half a cosine wave down to `floor` at `total` - 1.
+
+    With 0 steps of warm-up it is 1 before the first step, and the wave begins with it.
+    """
+    steps = max(2, steps) if steps else 0
     if t < 0:
-        return 0.0
+        return 0.0 if steps else 1.0
     if t < steps:
         return start + (1 - start) * warmup_factor(t, steps, curve)
     done = min(1.0, (t - steps + 1) / max(1, total - steps))

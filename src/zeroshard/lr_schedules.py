@@ -192,7 +192,7 @@ class WarmupLR(Schedule):
         self.warmup_max_lr = (
             list(self.base_lrs) if warmup_max_lr is None else self._rates("warmup_max_lr", warmup_max_lr)
         )
-        self.warmup_num_steps = _checked("warmup_num_steps", warmup_num_steps, integer(1))
+        self.warmup_num_steps = _checked("warmup_num_steps", warmup_num_steps, integer(0))
         self.warmup_type = _checked("warmup_type", warmup_type, _curve)
         self._start()
 
@@ -245,7 +245,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps = _checked("total_num_steps", total_num_steps, integer(1))
         self.warmup_min_ratio = _checked("warmup_min_ratio", warmup_min_ratio, real(0))
-        self.warmup_num_steps = _checked("warmup_num_steps", warmup_num_steps, integer(1))
+        self.warmup_num_steps = _checked("warmup_num_steps", warmup_num_steps, integer(0))
         self.cos_min_ratio = _checked("cos_min_ratio", cos_min_ratio, real(0))
         self.warmup_type = _checked("warmup_type", warmup_type, _curve)
         self._start()

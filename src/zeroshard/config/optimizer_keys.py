@@ -215,7 +215,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         SCHEDULER,
         warmup_min_lr=("Initial rate.", "float|list", 0.0),
         warmup_max_lr=("Rate after warm-up; absent: the lr of the optimizer.", "float|list", None),
-        warmup_num_steps=("Warm-up length; values below 2 act as 2.", "int", 1000),
+        warmup_num_steps=("Warm-up length; 1 acts as 2, 0 is none.", "int", 1000),
         warmup_type=("Warm-up curve.", "enum log|linear", "log"),
     ),
     *keys(
@@ -224,7 +224,7 @@ OPTIMIZER_KEYS: tuple[Key, ...] = (
         SCHEDULER,
         warmup_min_lr=("Initial rate.", "float|list", 0.0),
         warmup_max_lr=("Rate after warm-up; absent: the lr of the optimizer.", "float|list", None),
-        warmup_num_steps=("Warm-up length; values below 2 act as 2.", "int", 1000),
+        warmup_num_steps=("Warm-up length; 1 acts as 2, 0 is none.", "int", 1000),
         warmup_type=("Warm-up curve.", "enum log|linear", "log"),
         total_num_steps=("Required. Step where rate reaches zero.", "int", None),
     ),
