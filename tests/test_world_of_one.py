@@ -127,12 +127,12 @@ def test_the_published_fp16_config_trains() -> None:
         config=Path(__file__).parent / "config" / "data" / "configs" / "fp16_skeleton.json",
     )
     losses = []
-    for micro in range(3 * 32):
+    for micro in range(5 * 32):
         loss = engine(tiny_batch(0, micro % 32, 0)[:2])
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    assert engine.global_steps == 3
-    assert engine.loss_scale() == 65536.0 / 2 ** max(engine.skipped_steps - 1, 0)
+    # 2^16 is beyond fp16, and the loss of this model is fp16: it tolerates one overflow and halves at the next.
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale()) == (5, 2, 2**15)
     assert sum(losses[-32:]) < sum(losses[:32])
     engine.close()
