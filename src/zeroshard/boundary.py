@@ -120,7 +120,8 @@ class Boundary:
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         assert self.loss_scale is not None
         self._is_scaled_in(_graph_task())
-        return gradient * (self.loss_scale.value / _carried_now().scale)
+        # A gradient that is differentiated again (create_graph) enters the model here as well.
+        return self._leave_backward(gradient) * (self.loss_scale.value / _carried_now().scale)
 
     def _leave_backward(self, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and tensor.is_floating_point()):
@@ -130,7 +131,7 @@ class Boundary:
 
         def unscale(gradient: Tensor) -> Tensor:
             assert scale is not None
-            return gradient * (_carried_now().scale / scale.value)
+            return self._enter_tensor(gradient * (_carried_now().scale / scale.value))
 
         inside.register_hook(unscale)  # type: ignore[no-untyped-call]
         return inside

@@ -201,6 +201,36 @@ def test_gradients_of_inputs_are_true(ranks2: RankPool, stage: int) -> None:
     assert max(ranks2.run(input_gradient, stage)) <= 1e-2
 
 
+def gradient_penalty(rank: int, world: int, stage: int, managed: bool) -> float:
+    """A loss over a gradient: what goes through the model twice is scaled once."""
+    torch.manual_seed(0)
+    model = Logits()
+    plain = copy.deepcopy(model)
+    engine = engine_of(model, stage)
+
+    def loss_of(call: Any, x: Tensor) -> Tensor:
+        out = call(x.requires_grad_())["logits"].float()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + 10 * slope.square().mean()
+
+    loss = loss_of(engine, features(0, 0, rank))
+    engine.backward(loss) if managed else loss.backward()
+    found = [zeroshard.safe_get_full_grad(p) for p in model.parameters()]
+    for other in range(world):
+        (loss_of(plain, features(0, 0, other)) / world).backward()
+    engine.close()
+    expected = [p.grad for p in plain.parameters()]
+    scale = max(float(g.abs().max()) for g in expected if g is not None)
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs if b is not None) / scale
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_penalty_is_scaled_once(ranks2: RankPool, stage: int, managed: bool) -> None:
+    assert max(ranks2.run(gradient_penalty, stage, managed)) <= 1e-2
+
+
 class Maker(Net):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * self.blocks[0](x)
