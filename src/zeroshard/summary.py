@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zeroshard.config import Config
 from zeroshard.mixed_precision import Precision
 
 __all__ = ["summary"]
@@ -61,7 +62,7 @@ def _optimizer(engine: Any) -> str:
     return f"{type(engine.optimizer).__name__}, lr {rates}"
 
 
-def _clipping(config: Any) -> str:
+def _clipping(config: Config) -> str:
     limit = config.gradient_clipping
     if not limit:
         return "off"
@@ -75,5 +76,11 @@ def _not_finite(engine: Any) -> str:
         return f"a step with such gradients is skipped; dynamic loss scale, now {scale:g}"
     if engine.config.bf16.enabled and not engine.config.bf16.check_grad_overflow:
         return "applied with a warning (bf16.check_grad_overflow is false)"
+    if engine.config.compute_dtype == "fp32" and scale == 1.0 and not _knows_norm(engine.config):
+        return "not looked at, since compute_grad_norm is false"
     fixed = f"; static loss scale {scale:g}" if scale != 1.0 else ""
     return f"a step with such gradients is skipped, 10 in a row are an error{fixed}"
+
+
+def _knows_norm(config: Config) -> bool:
+    return config.gradient_clipping > 0 or config.zero_optimization.compute_grad_norm

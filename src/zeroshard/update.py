@@ -181,6 +181,7 @@ class Update:
 
     def _agree(self) -> _Agreed:
         """One small sum over all ranks."""
+        self._forget_dropped()
         order = self._executor.reduces.agreed_order()
         order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order)
         votes = ballot([self._executor.gather_digest, order_digest])
@@ -314,10 +315,16 @@ class Update:
 
     def saw_backward(self, tokens: float | None) -> None:
         """A backward begins; with `tokens` it is weighted by them."""
+        self._forget_dropped()
         self.backwards += 1
         if tokens is not None:
             self._tokens += tokens
             self._weighted += 1
+
+    def _forget_dropped(self) -> None:
+        """Gradients may also be dropped behind our back, by the optimizer's own `zero_grad`."""
+        if self.backwards > self._dropped and not any(gradient.had for gradient in self._trained):
+            self.drop_window()
 
     def drop_window(self) -> None:
         """The gradients of this window are dropped. That there were backwards is remembered until the step."""

@@ -80,6 +80,32 @@ def test_the_mean_is_over_tokens(ranks2: RankPool, stage: int) -> None:
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
+def dropped(rank: int, world: int, stage: int, how: str) -> float:
+    """A bad micro-batch is dropped, and its tokens with it."""
+    torch.manual_seed(0)
+    reference, model = Net(), Net()
+    model.load_state_dict(reference.state_dict())
+    settings = config(stage, gradient_accumulation_steps=1, gradient_clipping=0)
+    engine, optimizer, _, _ = zeroshard.initialize(model=model, optimizer=sgd(model), config=settings)
+    engine.backward(loss_of(engine(batch(0, 1, rank))), tokens=4)
+    (engine if how == "engine" else optimizer).zero_grad()
+    x = batch(0, 0, rank)
+    engine.backward(loss_of(engine(x)), tokens=x.shape[0])
+    engine.step()
+    loss_of(reference(torch.cat([batch(0, 0, other) for other in range(world)]))).backward()
+    sgd(reference).step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    worst = max(float((engine.full_fp32(p) - q).abs().max()) for p, q in pairs)
+    engine.close()
+    return worst
+
+
+@pytest.mark.parametrize("how", ["engine", "optimizer"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_dropped_tokens_do_not_count(ranks2: RankPool, stage: int, how: str) -> None:
+    assert max(ranks2.run(dropped, stage, how)) <= 1e-6
+
+
 def two_engines(rank: int, world: int, stage: int) -> float:
     """A weighted joint loss: the other engine's gradients have the weight too, and know it."""
     torch.manual_seed(0)
