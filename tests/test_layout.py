@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +56,64 @@ def test_whole_parameters_balance() -> None:
     slots, shard = pack([spec(f"m{i}", 8, 8, granularity=64) for i in range(8)], shards=4, align=1)
     assert shard == 128
     assert [slot.offset for slot in slots] == [64 * i for i in range(8)]
+
+
+@st.composite
+def whole_parameters(draw: st.DrawFn, most: int = 12) -> list[ParameterSpec]:
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=most))
+    sizes = [math.prod(shape) for shape in shapes]
+    return [
+        spec(f"p{i}", *shape, granularity=size)
+        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True))
+        if size > 1  # one element cannot be cut
+    ]
+
+
+@given(whole_parameters(), st.integers(1, 7), st.sampled_from([1, 4, 16]))
+def test_whole_parameters_are_never_cut(specs: list[ParameterSpec], shards: int, align: int) -> None:
+    slots, shard = pack(specs, shards, align)
+    assert sorted(slot.name for slot in slots) == sorted(item.name for item in specs)
+    assert shard % align == 0
+    cursor = 0
+    for slot in slots:
+        assert slot.offset % align == 0
+        assert slot.offset >= cursor
+        cursor = slot.end
+        assert slot.offset // shard == (slot.end - 1) // shard
+    assert cursor <= shard * shards
+    # What any greedy order promises (Graham): an even share of all, and one parameter more at most.
+    padded = [-(-item.numel // align) * align for item in specs]
+    assert shard <= max(sum(padded) / shards + max(padded, default=0), align)
+
+
+@given(whole_parameters(most=6), st.integers(1, 3), st.sampled_from([1, 4]))
+def test_whole_parameters_waste_a_third_at_most(specs: list[ParameterSpec], shards: int, align: int) -> None:
+    """Against the best of all ways to share them out."""
+    _, shard = pack(specs, shards, align)
+    padded = [-(-item.numel // align) * align for item in specs]
+    best = min(
+        max(
+            sum(size for size, owner in zip(padded, owners, strict=True) if owner == rank)
+            for rank in range(shards)
+        )
+        for owners in itertools.product(range(shards), repeat=len(padded))
+    )
+    assert shard <= max(best * (4 / 3 - 1 / (3 * shards)), align) + 1e-9
+
+
+@given(whole_parameters(), st.integers(2, 5), st.sampled_from([1, 2, 3]))
+def test_a_layout_gives_whole_parameters_to_one_rank_each(
+    specs: list[ParameterSpec], world: int, stage: int
+) -> None:
+    """Next to parameters that may be cut, which are in buckets of their own."""
+    mixed = [*specs, *(spec(f"q{i}", *item.shape) for i, item in enumerate(specs))]
+    root = ModuleSpec(path="", type_name="Root", parameters=tuple(item.name for item in mixed))
+    layout = plan_layout(root, mixed, Policy.of_stage(stage, world, persistence_threshold=5))
+    for bucket in layout.buckets:
+        assert len({slot.spec.is_uncut for slot in bucket.slots}) == 1
+        owners = [[piece for piece in bucket.pieces(rank) if piece.numel] for rank in range(world)]
+        for piece in itertools.chain(*owners):
+            assert piece.is_whole or not piece.slot.spec.is_uncut
 
 
 def test_worked_example_of_the_module() -> None:

@@ -260,7 +260,8 @@ class Executor:
         return reader
 
     def _watch_reads(self, storages: set[int], made: Sequence[Tensor]) -> None:
-        buckets = [self._bucket_at[storage] for storage in storages & self._bucket_at.keys()]
+        # In an order that all ranks share: an operation may read several, and storages are addresses.
+        buckets = sorted(self._bucket_at[storage] for storage in storages & self._bucket_at.keys())
         if not buckets:
             return
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zeroshard.launch.cli import main
 from zeroshard.planner import check as check_module
-from zeroshard.planner.check import Case
+from zeroshard.testing import Difference
+from zeroshard.testing.loops import LOOPS
 
 
 def test_explain_draws_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +32,10 @@ def test_explain_of_a_resident_stage(capsys: pytest.CaptureFixture[str]) -> None
         (["explain", "--stage", "4"], "--stage"),
         (["check", "--model", "huge"], "'huge' is not one of tiny, smollm2"),
         (["check", "--steps", "0"], "--steps"),
+        (
+            ["check", "--only", "Adamm"],
+            "no row's name contains 'Adamm'. They are precision: fp32, 1 micro-batch",
+        ),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -38,16 +45,44 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
     assert "\n" not in err
 
 
+def test_the_rows_of_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything that is promised to be the same is compared; nothing runs to say so."""
+    assert main(["check", "--list"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(set(rows)) == len(rows)
+    for dtype in ("fp32", "bf16", "fp16", "autocast"):
+        assert sum(row.startswith(f"precision: {dtype},") for row in rows) == 4
+    for name in ("Adam", "AdamW", "Adagrad", "RMSprop", "Lion", "Lamb", "Adafactor", "Muon"):
+        assert f"optimizer: {name}" in rows
+    assert [row for row in rows if row.startswith("loop")] == [f"loop: {name}" for name in LOOPS]
+    assert main(["check", "--list", "--only", "muon"]) == 0
+    assert capsys.readouterr().out == "optimizer: Muon\n"
+
+
 @pytest.mark.parametrize("limit", [1e-6, -1.0])
 def test_check_judges(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: float
 ) -> None:
     """With a limit that nothing can meet it finds every run different, and says so by its status."""
-    tiny = check_module.SUBJECTS["tiny"]._replace(cases=(Case("fp32", 1, 0.0),))
-    monkeypatch.setitem(check_module.SUBJECTS, "tiny", tiny)
     monkeypatch.setattr(check_module, "FP32_TOLERANCE", limit)
-    status = main(["check", "--steps", "2"])
+    status = main(["check", "--steps", "2", "--only", "loop: plain"])
     out = capsys.readouterr().out
     assert status == (0 if limit > 0 else 1)
     assert ("all the same" if limit > 0 else "4 runs differ") in out
-    assert out.count("fp32") == 4
+    assert out.count("loop: plain") == 1
+
+
+def test_one_stage_that_differs_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*args: Any, **kwargs: Any) -> Difference:
+        stage = args[2]["zero_optimization"]["stage"]
+        relative = float("nan") if stage == 2 else 0.0
+        return Difference(parameter="p", relative=relative, steps=1, losses=(), reference_losses=())
+
+    monkeypatch.setattr(check_module, "measure_parity", measured)
+    assert main(["check", "--only", "optimizer: Muon"]) == 1
+    out = capsys.readouterr().out
+    assert "nan" in out
+    assert "DIFFERENT" in out
+    assert "1 run differs" in out

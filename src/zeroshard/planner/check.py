@@ -1,73 +1,150 @@
-"""`zeroshard check`: the numbers are those of plain PyTorch, on this machine, shown rather than promised."""
+"""`zeroshard check`: the numbers are those of plain PyTorch, on this machine, shown rather than promised.
+
+A row is one setting, run at every stage. Rows are grouped by what varies in them, and their settings are well
+conditioned: two runs of plain PyTorch that sum in another order must themselves agree to the limit, or a row
+would say nothing. What amplifies the last bits, and what is done about it:
+
+    dividing by the gradient's size   (Adam and its kin, Adagrad, RMSprop) makes a part of the rate out of the
+                                      last bits of a gradient that is next to nothing: eps is well above those
+                                      bits. What the first steps divide by is small in Adagrad and RMSprop, so
+                                      their rates are small too.
+    16-bit weights                    turn a last bit of a master, where it decides a rounding, into 2^-9 of the
+                                      weight, which moves the roundings of what is computed from it: 1e-3 of the
+                                      next gradient, on which Adam's division builds. Rows in 16 bit train with
+                                      SGD, at a rate at which that is 3e-7; an error of 1e-3 is 3e-6 and more.
+    Newton-Schulz in bf16             (Muon) does the same to the update of a matrix: 1e-3 of it. The rate of
+                                      matrices is so small that this stays below the limit. Orthogonalising a
+                                      part of a matrix would change all of the update, 1e-4 of the weights.
+    a sign                            (Lion) of a sum that is 0 but for its last bits is a whole rate. One
+                                      micro-batch, so that sums of two ranks have no order.
+
+The trust ratio of Lamb and the factored moments of Adafactor are means over whole matrices and amplify nothing.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
 from rich.console import Console
 from torch import nn
 
 from zeroshard.testing import FP32_TOLERANCE, RankPool, measure_parity
+from zeroshard.testing.loops import LOOPS
 from zeroshard.testing.models import smollm2, smollm2_batch, smollm2_folder, tiny, tiny_batch
 
 __all__ = ["check", "main"]
 
 STAGES = (0, 1, 2, 3)
+NAME_WIDTH = 48
 
 
-class Case(NamedTuple):
+class Row(NamedTuple):
     """One setting under which all stages are compared with the same reference."""
 
-    dtype: str
-    accumulation: int
-    clipping: float
+    group: str
+    name: str
+    steps: int
+    config: Mapping[str, Any]
+    loop: str = "managed"
+
+    @property
+    def title(self) -> str:
+        """What `--only` looks into."""
+        return f"{self.group}: {self.name}"
 
 
-def fine_tuning_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW at a usual fine-tuning rate. It divides by the gradient's own size, so where a gradient is next to
-    nothing it turns the last bits of a sum, which depend on its order, into a part of the rate; an epsilon
-    well above those bits keeps them what they are."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-6)
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4, "eps": 1e-5}}
+"""A usual fine-tuning rate."""
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """For a large model: among 1e8 elements there are always some that Adam's division blows up (above), in
-    plain PyTorch as well when two runs sum in another order."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _sgd(rate: float) -> dict[str, Any]:
+    return {"type": "SGD", "params": {"lr": rate, "momentum": 0.9}}
+
+
+PRECISIONS: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Adam": ("Adam", {"lr": 1e-4, "eps": 1e-5, "weight_decay": 0.1, "adam_w_mode": False}),
+    "AdamW": ("AdamW", {"lr": 1e-4, "eps": 1e-5, "weight_decay": 0.1}),
+    "AdamW, no bias correction": (
+        "AdamW",
+        {"lr": 1e-4, "eps": 1e-5, "weight_decay": 0.1, "bias_correction": False},
+    ),
+    "SGD, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": ("Adagrad", {"lr": 1e-4, "eps": 1e-5}),
+    "RMSprop": ("RMSprop", {"lr": 1e-5, "eps": 1e-5, "momentum": 0.9}),
+    "Lion": ("Lion", {"lr": 1e-4, "weight_decay": 0.1}),
+    "Lamb": ("Lamb", {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}),
+    "Adafactor": ("Adafactor", {"lr": 1e-3, "weight_decay": 0.1}),
+    "Muon": ("Muon", {"muon_lr": 2e-6, "adam_lr": 1e-4, "eps": 1e-5}),
+    "NAdam, of torch.optim": ("NAdam", {"lr": 1e-4, "eps": 1e-5}),
+}
+"""Name of the row -> `optimizer.type` and `optimizer.params`."""
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 3, "warmup_type": "linear"},
+    "OneCycle": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4, "cycle_first_step_size": 2},
+}
+
+
+def tiny_rows() -> tuple[Row, ...]:
+    """All there is: every precision with and without accumulation and clipping; the rest in fp32."""
+    rows = []
+    for dtype, micro, clip in itertools.product(PRECISIONS, (1, 2), (0.0, 0.1)):
+        # Clipping to 0.1 divides these gradients by about a hundred.
+        optimizer = ADAMW if dtype == "fp32" else _sgd(1e-2 if clip else 1e-4)
+        rows.append(_precision_row(dtype, micro, clip, 5 if dtype == "fp32" else 3, optimizer))
+    for name, (type_, params) in OPTIMIZERS.items():
+        config = {"optimizer": {"type": type_, "params": params}, "gradient_clipping": 0.0}
+        rows.append(Row("optimizer", name, 3, config))
+    for name, params in SCHEDULES.items():
+        scheduler = {"type": name, "params": params}
+        rows.append(
+            Row("schedule", name, 4, {"optimizer": ADAMW, "scheduler": scheduler, "gradient_clipping": 0.0})
+        )
+    for name in LOOPS:
+        config = {"optimizer": ADAMW, "gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
+        rows.append(Row("loop", name, 2, config, name))
+    return tuple(rows)
+
+
+def smollm2_rows() -> tuple[Row, ...]:
+    """Each thing once with and once without, since a run of this one takes a while. SGD, since among 1e8
+    elements there are always some that Adam's division blows up, and one step, since from the second on thirty
+    layers make 1e-5 of the last bit in which two weights differ."""
+    cases = (("fp32", 1, 0.0), ("fp32", 2, 0.1), ("bf16", 1, 0.1), ("bf16", 2, 0.0))
+    return tuple(_precision_row(dtype, micro, clip, 1, _sgd(0.1)) for dtype, micro, clip in cases)
+
+
+def _precision_row(dtype: str, micro: int, clip: float, steps: int, optimizer: Mapping[str, Any]) -> Row:
+    name = f"{dtype}, {micro} micro-batch{'es' if micro > 1 else ''}{f', clip {clip:g}' if clip else ''}"
+    config = {
+        **PRECISIONS[dtype],
+        "optimizer": optimizer,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": clip,
+    }
+    return Row("precision", name, steps, config)
 
 
 class Subject(NamedTuple):
     build: Callable[[], nn.Module]
     batch: Callable[[int, int, int], Any]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    cases: tuple[Case, ...]
-    steps: int
+    rows: tuple[Row, ...]
     timeout: float
 
 
 SUBJECTS = {
-    "tiny": Subject(
-        tiny,
-        tiny_batch,
-        fine_tuning_adamw,
-        tuple(itertools.starmap(Case, itertools.product(("fp32", "bf16"), (1, 2), (0.0, 0.1)))),
-        steps=5,
-        timeout=120.0,
-    ),
-    # Each thing once with and once without, since a run of this one takes a while. One step: from the second on
-    # thirty layers make 1e-5 of the last bit in which two weights differ.
-    "smollm2": Subject(
-        smollm2,
-        smollm2_batch,
-        sgd,
-        (Case("fp32", 1, 0.0), Case("fp32", 2, 0.1), Case("bf16", 1, 0.1), Case("bf16", 2, 0.0)),
-        steps=1,
-        timeout=900.0,
-    ),
+    "tiny": Subject(tiny, tiny_batch, tiny_rows(), timeout=120.0),
+    "smollm2": Subject(smollm2, smollm2_batch, smollm2_rows(), timeout=900.0),
 }
 
 
@@ -75,8 +152,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; the exit status."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(
-        help="Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters. "
-        "Exit status 1 when one differs beyond tolerance."
+        help="Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters: in "
+        "every precision, with every optimizer, in every way to write the loop. Exit status 1 when one differs "
+        "beyond tolerance."
     )(check)
     return int(app(list(arguments), prog_name="zeroshard check", standalone_mode=False) or 0)
 
@@ -85,44 +163,75 @@ def check(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SUBJECTS)}.")] = "tiny",
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Optimizer steps of each run; default 5 for tiny, 1 for smollm2 (deep models amplify rounding).",
-        ),
+        typer.Option(min=1, help="Optimizer steps of every run; default: what the row needs, 1 to 5."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks (CPU processes).")] = 2,
+    only: Annotated[
+        str | None, typer.Option(help="Run the rows whose name contains this, such as Muon or loop.")
+    ] = None,
+    list_rows: Annotated[bool, typer.Option("--list", help="Print the names of the rows.")] = False,
 ) -> int:
-    """Compare and print one line per run."""
+    """Compare and print one line per row, with the difference at each stage."""
     if model not in SUBJECTS:
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(SUBJECTS)}", param_hint="--model")
+    subject = SUBJECTS[model]
+    rows = _chosen(subject.rows, only)
+    console = Console(highlight=False, soft_wrap=True)
+    if list_rows:
+        for row in rows:
+            console.print(row.title)
+        return 0
     if model == "smollm2":
         smollm2_folder()  # missing: said at once, not by every worker
-    subject = SUBJECTS[model]
-    count = steps or subject.steps
-    console = Console(highlight=False)
-    console.print(f"{model}, {count} step(s), {ranks} ranks: largest |p - reference| / max |reference|")
-    console.print(f"{'dtype':8}{'micro-batches':>14}{'clip':>7}{'stage':>7}{'difference':>13}{'limit':>9}")
+    console.print(
+        f"{model}, {ranks} ranks: largest |p - reference| / max(0.02, max |reference|); "
+        f"the limit is {FP32_TOLERANCE:g}"
+    )
+    console.print(f"{'':{NAME_WIDTH}}{'steps':>6}" + "".join(f"{f'stage {stage}':>10}" for stage in STAGES))
     failed = 0
     with RankPool(ranks) as pool:
-        for case, stage in itertools.product(subject.cases, STAGES):
-            difference, limit = _run(subject, case, stage, count, pool)
-            good = difference <= limit
-            failed += not good
-            console.print(
-                f"{case.dtype:8}{case.accumulation:14}{case.clipping:7}{stage:7}{difference:13.2e}{limit:9.0e}  "
-                + ("[green]same[/]" if good else "[red]DIFFERENT[/]")
-            )
-    console.print("[green]all the same[/]" if not failed else f"[red]{failed} runs differ[/]")
+        for row in rows:
+            console.print(f"{row.title:{NAME_WIDTH}}{steps or row.steps:6}", end="")
+            failed += _run(subject, row, steps or row.steps, pool, console)
+    console.print(
+        "[green]all the same[/]"
+        if not failed
+        else f"[red]{failed} {'run differs' if failed == 1 else 'runs differ'}[/]"
+    )
     return 1 if failed else 0
 
 
-def _run(subject: Subject, case: Case, stage: int, steps: int, pool: RankPool) -> tuple[float, float]:
-    """(largest difference, what is allowed) of one run."""
-    config = {
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": case.clipping,
-        "bf16": {"enabled": case.dtype == "bf16"},
-        # Then bf16 is compared to the last bits too: rounding on the wire would hide an error of its size.
+def _chosen(rows: tuple[Row, ...], only: str | None) -> tuple[Row, ...]:
+    chosen = tuple(row for row in rows if only is None or only.lower() in row.title.lower())
+    if not chosen:
+        titles = "; ".join(row.title for row in rows)
+        raise typer.BadParameter(f"no row's name contains {only!r}. They are {titles}", param_hint="--only")
+    return chosen
+
+
+def _run(subject: Subject, row: Row, steps: int, pool: RankPool, console: Console) -> int:
+    """One line of the table, stage by stage; how many of them differ."""
+    failed = 0
+    for stage in STAGES:
+        difference = measure_parity(
+            subject.build,
+            subject.batch,
+            {**row.config, **_at(stage)},
+            steps=steps,
+            pool=pool,
+            timeout=subject.timeout,
+            loop=row.loop,
+        ).relative
+        good = difference <= FP32_TOLERANCE
+        failed += not good
+        console.print(f"{difference:10.1e}" if good else f"[red]{difference:10.1e}[/]", end="")
+    console.print("  [red]DIFFERENT[/]" if failed else "  [green]same[/]")
+    return failed
+
+
+def _at(stage: int) -> dict[str, Any]:
+    return {
+        # Then 16 bit is compared to the last bits too: rounding on the wire would hide an error of its size.
         "communication_data_type": "fp32",
         # Everything that stage 3 can do happens: nothing persists, nothing is kept for reuse.
         "zero_optimization": {
@@ -131,13 +240,3 @@ def _run(subject: Subject, case: Case, stage: int, steps: int, pool: RankPool) -
             "stage3_max_reuse_distance": 0,
         },
     }
-    difference = measure_parity(
-        subject.build,
-        subject.batch,
-        config,
-        optimizer_fn=subject.optimizer,
-        steps=steps,
-        pool=pool,
-        timeout=subject.timeout,
-    )
-    return difference.relative, FP32_TOLERANCE
