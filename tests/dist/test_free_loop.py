@@ -427,29 +427,6 @@ def test_equal_to_plain_pytorch(ranks2: RankPool, stage: int, case: Callable[...
 # ---- what cannot be is an error on all ranks --------------------------------------------------------
 
 
-def mixed_weights(rank: int, world: int, stage: int, where: str) -> tuple[str, str]:
-    pair = Pair.of(rank, world, stage, gradient_accumulation_steps=2)
-
-    def act() -> None:
-        for micro in range(2):
-            weighted = rank == 0 if where == "rank" else micro == 0
-            loss = mean_square(pair.engine, 0, rank, micro=micro)
-            pair.engine.backward(loss, **({"tokens": 5} if weighted else {}))
-            pair.engine.step()
-
-    found = attempt(act)
-    pair.engine.close()
-    return found
-
-
-@pytest.mark.parametrize("where", ["rank", "micro"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_weighted_and_unweighted_do_not_mix(ranks2: RankPool, stage: int, where: str) -> None:
-    for kind, message in ranks2.run(mixed_weights, stage, where):
-        assert kind == "StateError"
-        assert "2 of the 4 backwards of this window, over all ranks, had `tokens`" in message
-
-
 def no_tokens_at_all(rank: int, world: int, stage: int) -> tuple[float, float]:
     """A window in which no rank had a token: gradients are zero, and no NaN comes of it."""
     pair = Pair.of(rank, world, stage, optimizer_fn=lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
