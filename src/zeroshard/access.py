@@ -28,6 +28,8 @@ from zeroshard.states import States
 
 __all__ = ["Access"]
 
+_MADE_BY = "it is made by the first step that has a gradient"
+
 
 class Access:
     """One engine's states, by parameter."""
@@ -191,8 +193,12 @@ class Access:
         """Replace such an entry on all ranks."""
         bucket, index, slot = self._slot(parameter)
         entry, is_number, _ = self._agreed_entry(bucket, index, slot, key)
+        if is_number and value.numel() != 1:
+            raise StateError(
+                f"a value of shape {tuple(value.shape)} for state {key!r} of {slot.name!r}, which is one number"
+            )
+        part = value if is_number else self._own_part(bucket, index, _checked(value, slot))
         if entry is not None:
-            part = value if is_number else self._own_part(bucket, index, _checked(value, slot))
             entry.copy_(part.view(entry.shape))
 
     def _agreed_entry(
@@ -209,7 +215,10 @@ class Access:
         number = float(entry) if entry is not None and is_number else 0.0
         problems, numbers, total = self._states.sum([float(problem is not None), float(is_number), number])
         if problems:
-            raise problem or StateError(f"another rank has no state {key!r} for {slot.name!r}")
+            raise problem or StateError(
+                f"the optimizer has no state {key!r} for {slot.name!r} on the ranks that own its elements (this "
+                f"one owns none); {_MADE_BY}"
+            )
         return entry, numbers > 0, total / numbers if numbers else 0.0
 
     def local_state(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -239,9 +248,11 @@ class Access:
                     f"lives on one rank, in optimizer.state, and cannot be taken apart by element"
                 )
             return entry
+        if self._gradients[bucket] is None:
+            raise _frozen(slot)
         if not slices[index].numel() and slot.numel:
             return None
-        known = ", ".join(map(repr, state)) or "none yet: it is made by the first step that has a gradient"
+        known = ", ".join(map(repr, state)) or f"none yet: {_MADE_BY}"
         raise StateError(f"the optimizer has no state {key!r} for {slot.name!r}; it has {known}")
 
     # ---- pieces -------------------------------------------------------------------------------------

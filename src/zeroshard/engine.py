@@ -276,6 +276,11 @@ class Engine(Inquiries, nn.Module):
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_open("optimizer.step")
+        if self._executor.is_held:
+            raise StateError(
+                "optimizer.step() inside engine.gathered(): the weights that the block shows would not be those "
+                "that are trained. Leave the block before stepping."
+            )
         if self._progress.clock is not None:
             self._progress.clock.start("optimizer")
         self._update.before(optimizer, args, kwargs)

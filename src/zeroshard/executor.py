@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
@@ -100,6 +101,8 @@ class Executor:
         self._depth = 0
         self._frames: list[list[int]] = []
         self._readers: list[WeightReads | None] = []
+        self._unannounced = WeakIdKeyDictionary()
+        """By tensor: the buckets read to make it, and the hook that tells when backward comes to it."""
         self._bucket_at = {
             buffer.full.untyped_storage()._cdata: buffer.layout.index
             for buffer in buffers
@@ -270,7 +273,8 @@ class Executor:
                 self._stray(bucket)
 
         for tensor in made:
-            tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+            handle = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+            self._unannounced[tensor] = buckets, handle
 
     def _stray(self, bucket: int) -> None:
         """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""
@@ -301,6 +305,7 @@ class Executor:
         used = (*buckets, *touched)
         # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
         announced = self.watch(outputs, used)
+        self._forget_announced(outputs, used)
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
@@ -312,6 +317,17 @@ class Executor:
         self._depth = max(self._depth - 1, 0)
         if self.clock is not None and not self._depth and not self.in_backward:
             self.clock.stop("forward")
+
+    def _forget_announced(self, outputs: Sequence[Tensor], buckets: Sequence[int]) -> None:
+        """An output that an operation made from weights announces B itself. The hook that looks for strays came
+        first and would run first: it would take every last layer of a unit for one."""
+        for tensor in outputs:
+            if tensor not in self._unannounced:
+                continue
+            read, handle = self._unannounced[tensor]
+            if set(read) <= set(buckets):
+                handle.remove()
+                del self._unannounced[tensor]
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """A sharded parameter is used by code that no unit announces (see `guard`)."""

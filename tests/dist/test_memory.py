@@ -132,3 +132,29 @@ def test_a_model_of_7_5_billion_on_64_ranks(stage: int, gigabytes: float) -> Non
         # Two blocks at a time: the one in use and the one that is coming.
         block = 2 * (engine.layout.numel + engine.layout.padding) // 55
         assert (measured["gathered peak"] or 0) <= 3 * block
+
+
+def peaks(rank: int, world: int) -> list[tuple[int, int]]:
+    """(measured, predicted) peak after each step, for units that end in the operation that reads their weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    engine, _, _, _ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"zero_optimization": {**zero, "stage3_prefetch_bucket_size": 0}},
+    )
+    found = []
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 40)).square().mean())
+        engine.step()
+        found.append((engine.executor.peak_gathered, engine.executor.paths.predicted_peak()))
+    engine.close()
+    return found
+
+
+def test_one_layer_at_a_time_is_gathered(ranks2: RankPool) -> None:
+    one_layer = 4 * 40 * 41
+    for found in ranks2.run(peaks):
+        for measured, predicted in found:
+            assert measured == predicted <= one_layer + 256
