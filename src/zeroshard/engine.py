@@ -93,7 +93,7 @@ class Engine(Inquiries, nn.Module):
     # ---- the loop -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating-point inputs are cast to the compute dtype under fp16 and bf16."""
+        """The module's forward; see `zeroshard.boundary` for what is done to inputs and outputs."""
         self._check_open("forward")
         if torch.is_grad_enabled():
             self._progress.saw_inputs((args, kwargs))
@@ -120,9 +120,9 @@ class Engine(Inquiries, nn.Module):
         self._check_loss(loss)
         if tokens is not None and not 0 <= tokens < float("inf"):
             raise StateError(f"backward(tokens={tokens}): it must be a number of tokens, 0 or more")
+        self._progress.saw_loss(loss)
         if tokens is None and scale_wrt_gas and self._batch.accumulation_steps > 1:
             loss = loss / self._batch.accumulation_steps
-        self._progress.saw_loss(loss)
         self._managed_backward = True
         try:
             scaled = self._boundary.scaled(loss, tokens)

@@ -142,6 +142,34 @@ def test_events(ranks2: RankPool, tmp_path: Path, breakdown: bool) -> None:
     assert found["Train_Samples_loss_scale.csv"] == ["step,loss_scale", "4,16.0", "8,16.0"]
 
 
+def accumulated_loss(rank: int, world: int, directory: str) -> float:
+    """The mean of two losses that a step is made of, as the script sees them."""
+    torch.manual_seed(0)
+    model = Tokens()
+    engine, *_ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={
+            "csv_monitor": {"enabled": True, "output_path": directory, "job_name": "job"},
+            "gradient_accumulation_steps": 2,
+        },
+    )
+    losses = []
+    for micro in range(2):
+        loss = engine(torch.arange(micro, micro + 10).view(2, 5))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.close()
+    return sum(losses) / 2
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches(ranks2: RankPool, tmp_path: Path) -> None:
+    expected, _ = ranks2.run(accumulated_loss, str(tmp_path))
+    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()
+    assert float(lines[1].split(",")[1]) == pytest.approx(expected, rel=1e-6)
+
+
 def broken_monitor(rank: int, world: int, directory: str) -> str:
     try:
         events(rank, world, directory, False)
