@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -243,11 +243,6 @@ def initialize(
     return engine, loader
 
 
-def forever(loader: Iterable[Tensor]) -> Iterator[Tensor]:
-    while True:
-        yield from loader
-
-
 def train(engine: Any, loader: Iterable[Tensor], arguments: argparse.Namespace) -> None:
     tokens_per_step = arguments.batch * arguments.seq * WORLD
     progress = Progress(
@@ -264,7 +259,7 @@ def train(engine: Any, loader: Iterable[Tensor], arguments: argparse.Namespace) 
     with progress:
         bar = progress.add_task("", total=arguments.steps, loss=float("nan"), speed=0.0)
         started = time.perf_counter()
-        for step, ids in zip(range(1, arguments.steps + 1), forever(loader), strict=False):
+        for step, ids in zip(range(1, arguments.steps + 1), zeroshard.RepeatingLoader(loader), strict=False):
             ids = ids.to(device)
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
