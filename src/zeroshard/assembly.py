@@ -140,6 +140,7 @@ def _make_progress(config: Config, parameters: int, states: States) -> Progress:
         config,
         rank=states.rank,
         world=states.world,
+        device=states.device,
         parameters=parameters,
         clock=Clock(states.device) if config.wall_clock_breakdown else None,
         monitor=monitor,

@@ -7,6 +7,7 @@ standard output, on rank 0; everything else goes through `logging` under the nam
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from zeroshard.monitor import Monitor
 from zeroshard.precision import tensors_in
 from zeroshard.update import StepResult
 
-__all__ = ["Progress", "count_tokens", "show_bill"]
+__all__ = ["Progress", "count_tokens", "show_bill", "show_process"]
 
 log = logging.getLogger("zeroshard")
 
@@ -49,17 +50,40 @@ def show_bill(bill: Bill) -> str:
     return "\n".join(lines)
 
 
+def show_process(device: torch.device) -> str:
+    """What this process takes as the system counts it: model, activations, libraries and all."""
+    import resource  # not on Windows, where nobody asks for memory_breakdown yet
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    text = f"process: {peak / 1e6:.1f} MB resident at most"
+    if device.type != "cpu":
+        allocated, most = (
+            torch.accelerator.memory_allocated(device),
+            torch.accelerator.max_memory_allocated(device),
+        )
+        text += f"; {device.type}: {allocated / 1e6:.1f} MB allocated, {most / 1e6:.1f} MB at most"
+    return text
+
+
 class Progress:
     """Counts and prints for one engine."""
 
     def __init__(
-        self, config: Config, *, rank: int, world: int, parameters: int, clock: Clock | None, monitor: Monitor
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+        parameters: int,
+        clock: Clock | None,
+        monitor: Monitor,
     ) -> None:
         """`parameters`: elements of the model, for FLOP/s. `clock`: when `wall_clock_breakdown` is on."""
         self.clock, self.monitor = clock, monitor
         self._every = config.steps_per_print
         self._breakdown, self._memory = config.wall_clock_breakdown, config.memory_breakdown
-        self._rank, self._world, self._parameters = rank, world, parameters
+        self._rank, self._world, self._device, self._parameters = rank, world, device, parameters
         self._losses: list[Tensor] = []
         self._tokens = 0
         self._samples = 0
@@ -102,7 +126,8 @@ class Progress:
 
     def tell_bill(self, bill: Bill) -> None:
         """The memory bill, once before the run and once after its first step."""
-        self.tell(show_bill(bill), self._memory)
+        text = show_bill(bill)
+        self.tell(f"{text}\n{show_process(self._device)}" if self._memory else text, self._memory)
 
     def tell(self, text: str, asked_for: bool) -> None:
         """On rank 0: printed when the config asks for it, else a message of level INFO."""

@@ -104,6 +104,7 @@ def test_the_bill_is_shown_before_and_after_the_first_step(ranks2: RankPool) -> 
     assert re.search(r"gradients +[\d.]+ +0\.000", before)
     predicted, measured = re.search(r"gradients +([\d.]+) +([\d.]+)", after).groups()
     assert float(predicted) == float(measured) > 0
+    assert float(re.search(r"process: ([\d.]+) MB resident", after)[1]) > 50
 
 
 def test_the_summary_says_what_is_by_default(ranks2: RankPool) -> None:
