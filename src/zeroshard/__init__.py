@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard import errors
 
 if TYPE_CHECKING:
+    from zeroshard import zero
     from zeroshard.config import Config
     from zeroshard.data import RepeatingLoader
     from zeroshard.engine import Engine, StepResult
@@ -56,6 +57,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "zero",
 ]
 
 _HOME_OF = {
@@ -70,6 +72,8 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "zero":
+        return importlib.import_module("zeroshard.zero")
     try:
         module, attribute = _HOME_OF[name]
     except KeyError:

@@ -56,13 +56,12 @@ class Access:
             for buffer in held:
                 buffer.accept_edits()
             # The fingerprint also sees edits through `.data`, which leave no version behind.
-            before = [buffer.fingerprint() for buffer in held] if modifier_rank is None else []
+            before = [self._fingerprint(buffer) for buffer in held] if modifier_rank is None else []
             edited = False
             try:
                 yield
                 edited = modifier_rank is None and (
-                    any(buffer.edited() for buffer in held)
-                    or before != [buffer.fingerprint() for buffer in held]
+                    any(buffer.edited() for buffer in held) or any(map(self._has_changed, held, before))
                 )
             finally:
                 for buffer in held:
@@ -76,6 +75,13 @@ class Access:
             if modifier_rank is not None:
                 self._keep_edits(buckets, modifier_rank)
 
+    def _fingerprint(self, buffer: FlatBuffer) -> tuple[int, tuple[int, int]]:
+        """Also how often edits were kept: what a block inside this one keeps is no edit of this one."""
+        return buffer.edits_kept, buffer.fingerprint()
+
+    def _has_changed(self, buffer: FlatBuffer, before: tuple[int, tuple[int, int]]) -> bool:
+        return buffer.edits_kept == before[0] and buffer.fingerprint() != before[1]
+
     def _keep_edits(self, buckets: Sequence[int], source: int) -> None:
         replica, rank = divmod(source, self._groups.gather.size)
         for index in buckets:
@@ -85,6 +91,7 @@ class Access:
         self._meet()  # peers may still be reading this rank's shards for the gather that opened the block
         for index in buckets:
             self._buffers[index].write_back()
+            self._buffers[index].edits_kept += 1
 
     def buckets_of(self, params: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None) -> list[int]:
         """The buckets that hold `params`; all for None. ShardedAccessError for a tensor of somebody else."""

@@ -19,7 +19,7 @@ from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
 from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
-from zeroshard.guard import home_of
+from zeroshard.guard import LEAF_MARK, home_of
 from zeroshard.hooks import install
 from zeroshard.layout import Layout, plan_layout
 from zeroshard.loss_scale import LossScale
@@ -226,6 +226,9 @@ def _leaf_test(config: Config) -> Callable[[str, nn.Module], bool]:
 
     def is_leaf(path: str, module: nn.Module) -> bool:
         cls = type(module)
+        said = getattr(module, LEAF_MARK, None)
+        if said is not None:
+            return bool(said)
         return (
             cls.__name__ in leaf.classes
             or f"{cls.__module__}.{cls.__qualname__}" in leaf.classes

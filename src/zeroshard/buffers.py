@@ -99,6 +99,8 @@ class FlatBuffer:
         self.parameters = tuple(parameters)
         self.full, self.shard, self.master = full, shard, master
         self.watcher: Watcher | None = None
+        self.edits_kept = 0
+        """Blocks of `gathered` that kept their edits."""
         self.access: Any = None
         """Who reads and edits states of these parameters (`access.Access`)."""
         self.group, self._lane = group, lane

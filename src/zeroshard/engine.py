@@ -310,6 +310,13 @@ class Engine(Inquiries, nn.Module):
         with self._access.gathered(params, modifier_rank):
             yield
 
+    @contextmanager
+    def unwrap_for_generation(self) -> Iterator[nn.Module]:
+        """The module with all its weights inside the block, gathered once: for `generate` and other long loops
+        of forwards, which may then differ in length between ranks. All ranks enter and leave."""
+        with self.gathered():
+            yield self.module
+
     def full_fp32(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor with the values the optimizer updates, in the parameter's shape. All ranks call it.
 

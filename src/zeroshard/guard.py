@@ -23,7 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ShardedAccessError
 
-__all__ = ["Home", "ShardedParameter", "WeightReads", "home_of", "refuse_access"]
+__all__ = ["LEAF_MARK", "Home", "ShardedParameter", "WeightReads", "home_of", "refuse_access"]
+
+
+LEAF_MARK = "_zeroshard_leaf"
+"""Of a module: whether it is one unit with all it contains, when its user has said so."""
 
 
 class Home(Protocol):
