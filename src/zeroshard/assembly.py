@@ -116,6 +116,7 @@ def _make_update(
         clipping=config.gradient_clipping,
         needs_norm=checks or config.gradient_clipping > 0 or config.zero_optimization.compute_grad_norm,
         skips=checks or not config.bf16.enabled,
+        tolerates_unused=config.zero_optimization.ignore_unused_parameters,
         loss_scale=loss_scale,
         probe=FiniteProbe(model),
         names=[name for name, _ in model.named_parameters()],

@@ -73,11 +73,13 @@ class Update:
         clipping: float,
         needs_norm: bool,
         skips: bool,
+        tolerates_unused: bool,
         loss_scale: LossScale,
         probe: FiniteProbe,
         names: Sequence[str],
     ) -> None:
-        """`skips`: gradients that are not finite skip the step. `names`: parameters in order of definition."""
+        """`skips`: gradients that are not finite skip the step. `tolerates_unused`: parameters without any are
+        left alone. `names`: parameters in order of definition."""
         self.loss_scale = loss_scale
         self.attempted = 0
         """Optimizer steps, applied or skipped."""
@@ -90,6 +92,7 @@ class Update:
         self.requires_backward = False
         """A step that no backward came before is an error, and not nothing (`engine.step`)."""
         self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
+        self._tolerates_unused = tolerates_unused
         self._states, self._executor, self._probe = states, states.executor, probe
         self._world, self._rank = states.world, states.rank
         self._buffers, self._gradients = states.buffers, states.gradients
@@ -127,6 +130,8 @@ class Update:
                 "step() before any backward: there are no gradients to update with. Call engine.backward(loss), "
                 "or loss.backward(), first; the loss must come from this engine's outputs."
             )
+        if not self._tolerates_unused:
+            self._refuse_unused()
         self.attempted += 1
         scale, norm = self.loss_scale.value, agreed.norm
         finite = norm is None or math.isfinite(norm)
@@ -223,6 +228,21 @@ class Update:
             count = len(gradient.layout.slots)
             gradient.had = {i for i in range(count) if flags[position + i] > 0}
             position += count
+
+    def _refuse_unused(self) -> None:
+        unused = [
+            slot.name
+            for buffer, gradient in zip(self._buffers, self._gradients, strict=True)
+            if gradient is not None
+            for index, slot in enumerate(buffer.layout.slots)
+            if index not in gradient.had and slot.numel and buffer.parameters[index].requires_grad
+        ]
+        if unused:
+            raise StateError(
+                f"parameter {unused[0]!r} ({len(unused)} in all) got no gradient on any rank, and "
+                f"zero_optimization.ignore_unused_parameters is false. Freeze what is not trained, or set it to "
+                f"true: such parameters are then left alone."
+            )
 
     def clip(self, max_norm: float) -> float:
         """Clip what is accumulated so far; see `Engine.clip_grad_norm_`."""

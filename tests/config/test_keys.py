@@ -70,10 +70,6 @@ def test_every_row_has_a_meaning_and_a_reason() -> None:
         assert (key.type is not None) == key.path.startswith(OPEN_PARAMS), key.path
 
 
-def test_supported_values_are_of_used_keys_only() -> None:
-    assert all(key.status.kind == "used" for key in TABLE if key.supported is not None)
-
-
 def test_listing() -> None:
     rows = {row.path: row for row in iter_keys()}
     assert len(rows) == len(TABLE)

@@ -105,7 +105,6 @@ NOT_YET = {
     "checkpoint.load_universal": True,
     "checkpoint.writer": {},
     "zero_optimization.zenflow": {},
-    "zero_optimization.ignore_unused_parameters": False,
     "zero_optimization.zero_hpz_partition_size": 2,
     "zero_optimization.zero_quantized_weights": True,
     "zero_optimization.mics_shard_size": 2,

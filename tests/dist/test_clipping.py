@@ -88,3 +88,34 @@ def test_mistakes(ranks2: RankPool) -> None:
         assert "clip_grad_norm_(0.0)" in limit
         assert "GradScaler" in scaler
         assert "torch_autocast" in scaler
+
+
+def unused(rank: int, world: int, stage: int) -> list[str]:
+    torch.manual_seed(0)
+    model = Odd()
+    zero = {"stage": stage, "ignore_unused_parameters": False}
+    engine, *_ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"zero_optimization": zero},
+    )
+    messages = []
+    for _ in range(2):
+        engine.backward(engine(tokens(0, 0, rank)))
+        try:
+            engine.step()
+        except StateError as error:
+            messages.append(str(error))
+        model.unused.requires_grad_(False)
+        engine.zero_grad()
+    engine.close()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_parameters_can_be_refused(ranks2: RankPool, stage: int) -> None:
+    for messages in ranks2.run(unused, stage):
+        assert len(messages) == 1  # what is frozen by now is not unused
+        assert "(2 in all) got no gradient" in messages[0]
+        assert "'unused." in messages[0]
+        assert "ignore_unused_parameters is false" in messages[0]

@@ -20,10 +20,9 @@ from zeroshard.config.core_keys import CORE_KEYS
 from zeroshard.config.later_keys import LATER_KEYS
 from zeroshard.config.optimizer import unsupported
 from zeroshard.config.optimizer_keys import OPTIMIZER_KEYS
-from zeroshard.config.problems import shown
 from zeroshard.config.scalars import FrozenMapping
 from zeroshard.config.section import Section
-from zeroshard.config.status import Key, Status, not_yet
+from zeroshard.config.status import Key
 from zeroshard.config.tree import Config
 from zeroshard.config.zero_keys import ZERO_KEYS
 
@@ -37,7 +36,6 @@ __all__ = [
     "explain_config",
     "given_keys",
     "iter_keys",
-    "only_supported",
     "parameter_keys",
     "render_keys",
     "switch_of",
@@ -250,15 +248,10 @@ def _value(config: Config, path: str) -> Any:
     return inner
 
 
-def only_supported(key: Key) -> Status:
-    """The status of a used key whose value does not work in this release."""
-    return not_yet(f"only {shown(list(key.supported or ()))[1:-1]} works so far")
-
-
 def _status_now(config: Config, key: Key, value: Any) -> str:
     on, switches = switch_of(config, key.path)
     if not on:
         return f"off, because {' and '.join(switch.path for switch in switches)} is off"
     if key.path == "optimizer.type" and value is not None:
         return str(unsupported(value) or key.status)
-    return str(key.status if key.supported is None or value in key.supported else only_supported(key))
+    return str(key.status)

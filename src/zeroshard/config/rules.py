@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zeroshard.config.keys import GivenKey, asks, given_keys, only_supported, parameter_keys, switch_of
+from zeroshard.config.keys import GivenKey, asks, given_keys, parameter_keys, switch_of
 from zeroshard.config.nearest import closest
 from zeroshard.config.optimizer import class_name, parameters_of, unsupported
 from zeroshard.config.problems import Finding, shown
@@ -225,8 +225,6 @@ def _unsupported_status(config: Config, given: GivenKey) -> Status | None:
         return None
     if key.status.kind in ("not yet", "refused"):
         return key.status
-    if key.supported is not None and given.value not in key.supported:
-        return only_supported(key)
     return None
 
 

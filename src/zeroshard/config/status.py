@@ -46,8 +46,6 @@ class Key:
     meaning: str
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing, besides the default: no note and no error."""
-    supported: tuple[Any, ...] | None = None
-    """Of a used key: the values that work in this release (None: all of them)."""
     type: str | None = None
     """Only below an open section; otherwise the field of the tree knows it, and the default too."""
     default: Any = None
@@ -86,7 +84,6 @@ def keys(
     /,
     *,
     neutral: tuple[Any, ...] = (),
-    supported: tuple[Any, ...] | None = None,
     **rows: Row,
 ) -> Iterator[Key]:
     """The keys of section `prefix` ("" is the top level) that share a status."""
@@ -98,7 +95,6 @@ def keys(
             status=status,
             meaning=meaning,
             neutral=neutral,
-            supported=supported,
             type=type_,
             default=default,
         )

@@ -83,8 +83,7 @@ ZERO_KEYS: tuple[Key, ...] = (
         "zero_optimization",
         "A",
         used("update.Update"),
-        supported=(True,),
-        ignore_unused_parameters="Tolerate parameters without gradients (stage 1/2 offload norm).",
+        ignore_unused_parameters="Tolerate parameters without gradients; false: they end the run.",
     ),
     *keys(
         "zero_optimization",
