@@ -191,8 +191,8 @@ class Access:
         """Replace such an entry on all ranks."""
         bucket, index, slot = self._slot(parameter)
         entry, is_number, _ = self._agreed_entry(bucket, index, slot, key)
+        part = value if is_number else self._own_part(bucket, index, _checked(value, slot))
         if entry is not None:
-            part = value if is_number else self._own_part(bucket, index, _checked(value, slot))
             entry.copy_(part.view(entry.shape))
 
     def _agreed_entry(
@@ -209,7 +209,9 @@ class Access:
         number = float(entry) if entry is not None and is_number else 0.0
         problems, numbers, total = self._states.sum([float(problem is not None), float(is_number), number])
         if problems:
-            raise problem or StateError(f"another rank has no state {key!r} for {slot.name!r}")
+            raise problem or StateError(
+                f"another rank cannot give state {key!r} of {slot.name!r}; its message says why"
+            )
         return entry, numbers > 0, total / numbers if numbers else 0.0
 
     def local_state(self, parameter: nn.Parameter, key: str) -> Tensor:

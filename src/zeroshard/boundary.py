@@ -95,6 +95,12 @@ class Boundary:
         self._forget_failed()
         if self.loss_scale is None and tokens is None:
             return loss
+        if getattr(loss, "_zeroshard_scaled", False):
+            raise StateError(
+                f"a loss that was scaled already ({float(loss.detach()):g}) would be scaled twice, and its "
+                f"gradients be too large by the loss scale. Use engine.backward(loss), or "
+                f"engine.scale(loss).backward(), not both"
+            )
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         factor = scale * (1.0 if tokens is None else tokens)
         scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor  # fp16 would overflow
@@ -106,6 +112,7 @@ class Boundary:
             _at_end(lambda: _carried.pop(task, None))
 
         scaled.register_hook(carry)  # type: ignore[no-untyped-call]
+        scaled._zeroshard_scaled = True  # type: ignore[attr-defined]
         return scaled
 
     def check_scaled(self, parameter: str) -> None:

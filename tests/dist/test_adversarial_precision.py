@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from zeroshard.errors import ConfigError, NonFiniteError
+from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.testing import RankPool
 
 STAGES = (1, 3)
@@ -263,6 +263,46 @@ def test_gradients_have_the_loss_scale_once(
         return  # a batch norm of 16-bit weights does not run on every CPU
     for managed in (False, True):
         assert max(ranks2.run(distance, stage, case, precision, managed)) <= ROUNDING
+
+
+def scaled_twice(rank: int, world: int, stage: int) -> str:
+    engine = engine_of(Loss(), stage, **PRECISIONS["fp16"])
+    try:
+        engine.backward(engine.scale(engine(features(0, 0, rank))))
+    except StateError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_a_loss_that_is_scaled_twice_is_refused(ranks2: RankPool) -> None:
+    for message in ranks2.run(scaled_twice, 2):
+        assert "would be scaled twice" in message
+        assert "engine.scale(loss).backward(), not both" in message
+
+
+def interrupted_without_engine(rank: int, world: int) -> bool:
+    """Ctrl-C in `model(x)`, and the next `model(x)` begins a forward of its own."""
+    model = Fails()
+    engine = engine_of(model, 1, **PRECISIONS["fp16"])
+    with contextlib.suppress(KeyboardInterrupt):
+        model(features(0, 0, rank)[:2])
+    try:
+        model(features(0, 0, rank))  # the mixture of dtypes raises where inputs are not cast
+    except RuntimeError:
+        return False
+    finally:
+        engine.close()
+    return True
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="torch runs no always_call hooks for a BaseException: only engine(x) sees that a forward ended by Ctrl-C",
+)
+def test_ctrl_c_in_a_model_that_is_called_directly(ranks2: RankPool) -> None:
+    assert ranks2.run(interrupted_without_engine) == [True, True]
 
 
 # ---- modules that stay fp32 -------------------------------------------------------------------------
