@@ -169,6 +169,11 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.on_gradient(*gradients), None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Forward-mode derivatives have no scale."""
+        return tangents[0].detach()
+
 
 def _crossing(tensor: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
     crossed: Tensor = _Crossing.apply(tensor, backward)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import Block, features
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
@@ -263,6 +264,34 @@ def test_gradients_have_the_loss_scale_once(
         return  # a batch norm of 16-bit weights does not run on every CPU
     for managed in (False, True):
         assert max(ranks2.run(distance, stage, case, precision, managed)) <= ROUNDING
+
+
+def seen_outside(rank: int, world: int, stage: int) -> tuple[float, float]:
+    """What retain_grad shows of an output, and its forward-mode derivative, against plain PyTorch."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    engine = engine_of(model, stage, **PRECISIONS["fp16"])
+    x = features(0, 0, rank)
+    output, expected = engine(x), plain(x)
+    output.retain_grad()
+    expected.retain_grad()
+    output.float().square().mean().backward()
+    expected.square().mean().backward()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = forward_ad.unpack_dual(engine(dual)).tangent
+        true = forward_ad.unpack_dual(plain(dual)).tangent
+    engine.close()
+    pairs = ((output.grad, expected.grad), (tangent, true))
+    gradient, forward = (float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return gradient, forward
+
+
+def test_derivatives_outside_of_the_model_are_true(ranks2: RankPool) -> None:
+    for gradient, forward in ranks2.run(seen_outside, 1):
+        assert gradient <= ROUNDING
+        assert forward <= ROUNDING
 
 
 def scaled_twice(rank: int, world: int, stage: int) -> str:
