@@ -56,7 +56,8 @@ def build_engine(
     made = _make_optimizer(model, config, optimizer, model_parameters)
     scheduler = _make_scheduler(made, config, lr_scheduler)
     uncut = uncut_parameters(made, policy.shard_size, config.zero_allow_untested_optimizer)
-    kept = dict.fromkeys(precision.kept_modules(model), precision.compute or torch.float32)
+    precision.check_kept(model)
+    kept = dict.fromkeys(precision.kept_calls(model), precision.compute or torch.float32)
     description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
     layout = plan_layout(description.root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
@@ -125,10 +126,11 @@ def _make_update(
 
 def _make_progress(config: Config, parameters: int, states: States) -> Progress:
     """With monitors that rank 0 writes; when it cannot start them, all ranks stop."""
-    monitor, problem = None, None
+    monitor: Monitor | None = None
+    problem: Exception | None = None
     try:
         monitor = Monitor.of(config, states.rank)
-    except ConfigError as error:
+    except Exception as error:  # whatever a package raises: the other ranks wait for the answer
         problem = error
     if config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled:
         failures = states.sum([float(problem is not None)])[0]

@@ -14,6 +14,7 @@ A part of the loss that leaves the model another way, such as an attribute set i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,8 @@ class Boundary:
         `in_backward`: it is recomputed, and its gradients are in the middle of the model.
         """
         if self.loss_scale is not None and not in_backward:
-            inputs = map_tensors(self._leave_backward, inputs)
+            self._forget_failed()
+            inputs = map_tensors(self._leave_tensor, inputs)
         if self._compute is not None:
             inputs = cast_floating(inputs, self._compute)
         if self._autocast is not None:
@@ -83,10 +85,22 @@ class Boundary:
             return outputs
         return map_tensors(self._enter_tensor, outputs)
 
+    def abandon(self) -> None:
+        """Forwards ended in a way that runs no hooks."""
+        while self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
+
     def scaled(self, loss: Tensor, tokens: float | None = None) -> Tensor:
         """`loss` times the loss scale and the tokens it is a mean of, for a backward of the whole of it."""
+        self._forget_failed()
         if self.loss_scale is None and tokens is None:
             return loss
+        if getattr(loss, "_zeroshard_scaled", False):
+            raise StateError(
+                f"a loss that was scaled already ({float(loss.detach()):g}) would be scaled twice, and its "
+                f"gradients be too large by the loss scale. Use engine.backward(loss), or "
+                f"engine.scale(loss).backward(), not both"
+            )
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         factor = scale * (1.0 if tokens is None else tokens)
         scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor  # fp16 would overflow
@@ -98,6 +112,7 @@ class Boundary:
             _at_end(lambda: _carried.pop(task, None))
 
         scaled.register_hook(carry)  # type: ignore[no-untyped-call]
+        scaled._zeroshard_scaled = True  # type: ignore[attr-defined]
         return scaled
 
     def check_scaled(self, parameter: str) -> None:
@@ -106,40 +121,63 @@ class Boundary:
             raise StateError(
                 f"a gradient reached parameter {parameter!r} without the loss scale of fp16: the loss does not "
                 f"come from the outputs of the model's forward (a regulariser over its weights, an attribute it "
-                f"set, a checkpoint around it). Cure: engine.backward(loss), or engine.scale(loss).backward()."
+                f"set, a checkpoint around it, an output in an object that is no list, tuple, dict or dataclass). "
+                f"Cure: engine.backward(loss), or engine.scale(loss).backward()."
             )
 
     def _enter_tensor(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        # A view, so that what the model keeps of its outputs (a cache of keys and values) has no hook.
-        outside = tensor.view_as(tensor)
-        outside.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
-        return outside
+        return _crossing(tensor, self._enter_backward) if tensor.requires_grad else tensor
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         assert self.loss_scale is not None
         self._is_scaled_in(_graph_task())
         # A gradient that is differentiated again (create_graph) enters the model here as well.
-        return self._leave_backward(gradient) * (self.loss_scale.value / _carried_now().scale)
+        return self._leave_tensor(gradient) * (self.loss_scale.value / _carried_now().scale)
 
-    def _leave_backward(self, tensor: Tensor) -> Tensor:
-        if not (tensor.requires_grad and tensor.is_floating_point()):
-            return tensor
-        inside = tensor.view_as(tensor)
-        scale = self.loss_scale
+    def _leave_tensor(self, tensor: Tensor) -> Tensor:
+        floating = tensor.requires_grad and tensor.is_floating_point()
+        return _crossing(tensor, self._leave_backward) if floating else tensor
 
-        def unscale(gradient: Tensor) -> Tensor:
-            assert scale is not None
-            return self._enter_tensor(gradient * (_carried_now().scale / scale.value))
+    def _leave_backward(self, gradient: Tensor) -> Tensor:
+        assert self.loss_scale is not None
+        return self._enter_tensor(gradient * (_carried_now().scale / self.loss_scale.value))
 
-        inside.register_hook(unscale)  # type: ignore[no-untyped-call]
-        return inside
+    def _forget_failed(self) -> None:
+        """A backward that raised ends without its callbacks. When none runs, what is left is of such ones."""
+        if _graph_task() == -1:
+            _carried.clear()
+            self._scaled_tasks.clear()
 
     def _is_scaled_in(self, task: int) -> None:
         if task not in self._scaled_tasks:
             self._scaled_tasks.add(task)
             _at_end(lambda: self._scaled_tasks.discard(task))
+
+
+class _Crossing(torch.autograd.Function):
+    """The same values on the other side of the boundary; `backward` is what happens to gradients on their way.
+
+    Not a hook on a view: an operation in place (`loss /= 4`) leaves the node of a view out of backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.on_gradient = backward
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.on_gradient(*gradients), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Forward-mode derivatives have no scale."""
+        return tangents[0].detach()
+
+
+def _crossing(tensor: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+    crossed: Tensor = _Crossing.apply(tensor, backward)  # type: ignore[no-untyped-call]
+    return crossed
 
 
 def carried_tokens() -> float | None:

@@ -195,8 +195,8 @@ class FlatBuffer:
         """
         if self.is_live and not self.layout.resident:
             raise StateError(
-                f"bucket {self.layout.name!r} is still gathered while the optimizer updates it; a step inside "
-                f"`engine.gathered()` would train on stale weights. Leave the context before stepping."
+                f"bucket {self.layout.name!r} is gathered, inside `engine.gathered()` or between a forward and its "
+                f"backward, and what is gathered would not see the new values. Step, or set values, after that."
             )
         self.wait()  # the previous refresh, if the model did not use this bucket since
         if self.layout.resident:

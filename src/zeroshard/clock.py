@@ -46,7 +46,10 @@ class Clock:
             self.stop(name)
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, with `idle` and `total`, since the last reading; counting starts anew."""
+        """Seconds by phase, with `idle` and `total`, since the last reading; counting starts anew.
+
+        Between steps, when no phase runs: one that does was left open by an exception, and ends here.
+        """
         self._charge()
         spent = {**self._spent}
         total = self._since - self._began
@@ -54,6 +57,7 @@ class Clock:
         spent["total"] = total
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._began = self._since
+        self._stack = []
         return spent
 
     def _charge(self) -> None:

@@ -26,7 +26,7 @@ from zeroshard.boundary import Boundary, carried_tokens
 from zeroshard.buffers import Status
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
-from zeroshard.errors import ConfigError, StateError
+from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
 from zeroshard.inquiries import Inquiries
 from zeroshard.layout import Layout
@@ -97,7 +97,15 @@ class Engine(Inquiries, nn.Module):
         self._check_open("forward")
         if torch.is_grad_enabled():
             self._progress.saw_inputs((args, kwargs))
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            # Ctrl-C, after which a notebook goes on: torch runs no hooks that could end what they began.
+            self._executor.end_path()
+            self._boundary.abandon()
+            raise
 
     def backward(
         self,
@@ -148,8 +156,8 @@ class Engine(Inquiries, nn.Module):
         self._check_open("step")
         if self.optimizer is None:
             raise StateError("step() needs an optimizer; give one to `initialize`, in the call or the config")
+        self.micro_steps += 1
         if not self.is_gradient_accumulation_boundary():
-            self.micro_steps += 1
             self._window += 1
             return None
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
@@ -162,7 +170,6 @@ class Engine(Inquiries, nn.Module):
             self.optimizer.step()
         finally:
             self._update.requires_backward = False
-        self.micro_steps += 1
         result = self._update.last
         assert result is not None
         if self.lr_scheduler is not None and not result.skipped:
@@ -283,10 +290,17 @@ class Engine(Inquiries, nn.Module):
             )
         if self._progress.clock is not None:
             self._progress.clock.start("optimizer")
-        self._update.before(optimizer, args, kwargs)
+        try:
+            self._update.before(optimizer, args, kwargs)
+        except NonFiniteError:
+            self._end_window()  # the step was made, and skipped: who catches this goes on with the next one
+            raise
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._update.after()
+        self._end_window()
+
+    def _end_window(self) -> None:
         self._window = 0
         if self._progress.clock is not None:
             self._progress.clock.stop("optimizer")

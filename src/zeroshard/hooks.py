@@ -90,9 +90,14 @@ def _any_requires_grad(inputs: Any) -> bool:
 def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) -> list[RemovableHandle]:
     entered: list[bool] = []
     """Of each forward that runs: it is the outermost one."""
+    from_outside = False
+    """So was the latest forward that recomputes nothing: recomputation is to do the same again."""
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        entered.append(executor.is_outermost)
+        nonlocal from_outside
+        if not executor.in_backward:
+            from_outside = executor.is_outermost
+        entered.append(from_outside and executor.is_outermost)
         return boundary.enter((args, kwargs), executor.in_backward) if entered[-1] else None
 
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

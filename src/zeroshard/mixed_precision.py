@@ -87,6 +87,29 @@ class Precision:
 
         return {name: dtype_for(parameter) for name, parameter in model.named_parameters()}
 
+    def check_kept(self, model: nn.Module) -> None:
+        """ConfigError where `data_types.keep_in_fp32_modules` names what is not there, or one of two modules that
+        share a parameter."""
+        key, paths = "data_types.keep_in_fp32_modules", [name for name, _ in model.named_modules() if name]
+        for part in self.keep:
+            if part != "auto" and not any(_names(part, path) for path in paths):
+                raise ConfigError(
+                    f"{key} names {part!r}, and no module of {type(model).__name__} has that in its dotted name; "
+                    f"write one of the names of model.named_modules(), or a part of it between dots"
+                )
+        kept = self.kept_modules(model)
+        inside = {id(p): name for name in kept for p in model.get_submodule(name).parameters()}
+        for path, module in model.named_modules():
+            if any(path == outer or path.startswith(f"{outer}.") for outer in kept):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in inside:
+                    raise ConfigError(
+                        f"{key} keeps {inside[id(parameter)]!r} in fp32, and {path or 'the model itself'} has the "
+                        f"same parameter as {name!r} and would compute in {self.compute} with it; name both, or "
+                        f"neither"
+                    )
+
     def kept_modules(self, model: nn.Module) -> list[str]:
         """Dotted names of the modules that stay fp32; of nested ones the outermost."""
         if self.compute is None:
@@ -98,6 +121,19 @@ class Precision:
             if name and not inside and any(_names(part, name) for part in parts):
                 kept.append(name)
         return kept
+
+    def kept_calls(self, model: nn.Module) -> list[str]:
+        """Dotted names of the modules that are called to compute in fp32. A list of modules has no forward: its
+        entries stand for it."""
+
+        def called(path: str, module: nn.Module) -> Iterator[str]:
+            if type(module).forward is not nn.Module.forward:
+                yield path
+                return
+            for name, child in module.named_children():
+                yield from called(f"{path}.{name}", child)
+
+        return [call for path in self.kept_modules(model) for call in called(path, model.get_submodule(path))]
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Give floating-point module buffers the dtype the config asks for; kept modules' become fp32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,12 +79,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # Hugging Face's are dicts as well
-        changes = {
-            field.name: new
-            for field in dataclasses.fields(value)
-            if field.init and (new := map_tensors(function, old := getattr(value, field.name))) is not old
-        }
-        return dataclasses.replace(value, **changes) if changes else value
+        return _map_fields(function, value)
     if isinstance(value, dict):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         if all(mapped[key] is value[key] for key in value):
@@ -99,6 +95,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Not `dataclasses.replace`, which calls the constructor: that wants InitVars, and leaves out what is set after
+    it."""
+    found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changes = {name: new for name, old in found.items() if (new := map_tensors(function, old)) is not old}
+    if not changes:
+        return value
+    copied = copy.copy(value)
+    assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, new in changes.items():
+        assign(copied, name, new)
+    return copied
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

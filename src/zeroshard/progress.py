@@ -87,7 +87,7 @@ class Progress:
         self._losses: list[Tensor] = []
         self._tokens = 0
         self._samples = 0
-        self._since = (0, time.perf_counter())
+        self._since = time.perf_counter()
 
     def saw_inputs(self, inputs: Any) -> None:
         """A forward that trains begins."""
@@ -148,14 +148,14 @@ class Progress:
         if skipped:
             parts.append(f"skipped {skipped}")
         now = time.perf_counter()
-        seconds = max(now - self._since[1], 1e-9)
+        seconds = max(now - self._since, 1e-9)
         if self._samples:
             parts.append(f"{self._samples / seconds:.1f} samples/s")
         if self._tokens:
             tokens = self._tokens * self._world / seconds
             parts.append(f"{tokens:.0f} tokens/s")
             parts.append(f"{FLOPS_PER_TOKEN * self._parameters * tokens / 1e12:.3f} TFLOP/s")
-        self._since, self._samples, self._tokens = (step, now), 0, 0
+        self._since, self._samples, self._tokens = now, 0, 0
         return "  ".join(parts)
 
     def _events(

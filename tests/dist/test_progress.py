@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.clock import PHASES, Clock
+from zeroshard.monitor import CsvFiles
 from zeroshard.testing import RankPool
 
 
@@ -184,6 +185,29 @@ def test_a_monitor_that_cannot_start_is_an_error_on_all_ranks(ranks2: RankPool, 
     first, second = ranks2.run(broken_monitor, str(tmp_path))
     assert "job" in first
     assert "rank 0 could not start the monitors" in second
+
+
+def monitor_with_a_broken_package(rank: int, world: int, directory: str) -> str:
+    """Only rank 0 uses the package; whatever that raises, the others must not wait for it."""
+
+    def broken(self: Any, directory: Path) -> None:
+        raise RuntimeError("descriptors cannot be created directly")
+
+    original = CsvFiles.__init__
+    CsvFiles.__init__ = broken  # type: ignore[method-assign]
+    try:
+        events(rank, world, directory, False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        CsvFiles.__init__ = original  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_monitor_whose_package_is_broken_is_an_error_on_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    first, second = ranks2.run(monitor_with_a_broken_package, str(tmp_path))
+    assert first == "RuntimeError: descriptors cannot be created directly"
+    assert "ConfigError: rank 0 could not start the monitors" in second
 
 
 def test_a_moment_is_counted_once() -> None:
