@@ -127,9 +127,13 @@ class Access:
         bucket, index, slot = self._slot(parameter)
         buffer = self._buffers[bucket]
         view = self._own_view(bucket, index, buffer.owned)
+        wrong = value.numel() != view.numel()
+        if self._anywhere(wrong) and not wrong:
+            raise StateError(f"another rank gave a local value of the wrong size for {slot.name!r}")
         self._write_master(buffer, index, _same_numel(value, view.numel(), slot))
 
     def _write_master(self, buffer: FlatBuffer, index: int, part: Tensor) -> None:
+        buffer.check_refreshable()
         self._meet()  # as in the step: nobody may still be reading the shard
         buffer.wait()
         with torch.no_grad():

@@ -188,16 +188,20 @@ class FlatBuffer:
         """What is in `full` now counts as unedited."""
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def refresh(self) -> None:
-        """The optimizer changed `master`: bring `shard` up to date, and launch the gather of a resident bucket.
-
-        Until the next use waits for it, a resident bucket's parameters are guarded: touching one waits.
-        """
+    def check_refreshable(self) -> None:
+        """StateError where new masters could not reach what is gathered now."""
         if self.is_live and not self.layout.resident:
             raise StateError(
                 f"bucket {self.layout.name!r} is gathered, inside `engine.gathered()` or between a forward and its "
                 f"backward, and what is gathered would not see the new values. Step, or set values, after that."
             )
+
+    def refresh(self) -> None:
+        """The optimizer changed `master`: bring `shard` up to date, and launch the gather of a resident bucket.
+
+        Until the next use waits for it, a resident bucket's parameters are guarded: touching one waits.
+        """
+        self.check_refreshable()
         self.wait()  # the previous refresh, if the model did not use this bucket since
         if self.layout.resident:
             self._check_attached()

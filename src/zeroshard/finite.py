@@ -44,6 +44,8 @@ class FiniteProbe:
 
     def _hook(self, index: int) -> Any:
         def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():  # an evaluation, or what will be computed again in backward
+                return
             floating = [tensor.detach() for tensor in tensors_in(output) if tensor.is_floating_point()]
             if floating:
                 flags = [torch.isfinite(tensor).all() for tensor in floating]

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroshard.mixed_precision import DTYPES
+from zeroshard.precision import dtype_of
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -15,8 +18,6 @@ if TYPE_CHECKING:
     from zeroshard.update import StepResult, Update
 
 __all__ = ["Inquiries"]
-
-_TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Inquiries:
@@ -129,7 +130,9 @@ class Inquiries:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(what the model computes in, what gradients are accumulated in)."""
-        return _TORCH[self.config.compute_dtype], _TORCH[self.config.grad_accum_dtype]
+        names = (self.config.compute_dtype, self.config.grad_accum_dtype)
+        compute, accumulate = (dtype_of(DTYPES[name]) for name in names)
+        return compute, accumulate
 
     # ---- settings -----------------------------------------------------------------------------------
 
