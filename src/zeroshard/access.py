@@ -227,8 +227,8 @@ class Access:
         problems, numbers, total = self._states.sum([float(problem is not None), float(is_number), number])
         if problems:
             raise problem or StateError(
-                f"the optimizer has no state {key!r} for {slot.name!r} on the ranks that own its elements (this "
-                f"one owns none); {_MADE_BY}"
+                f"another rank cannot give state {key!r} of {slot.name!r}, and this one owns none of its elements: "
+                f"the other's message says why; {_MADE_BY}"
             )
         return entry, numbers > 0, total / numbers if numbers else 0.0
 
