@@ -23,7 +23,7 @@ import zeroshard
 from zeroshard.testing import FP32_TOLERANCE, RankPool
 from zeroshard.testing.parity import SMALLEST_SCALE
 
-EXAMPLES = int(os.environ.get("ZEROSHARD_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("ZEROSHARD_EXAMPLES", "15"))
 STEPS = 3
 
 
