@@ -184,7 +184,7 @@ class Engine(Inquiries, nn.Module):
             samples=self.global_samples if samples else self.global_steps,
             step_samples=samples,
             skipped=self.skipped_steps,
-            rates=self.get_lr(),
+            rates=self.get_lr,
             result=result,
             scaled=self._boundary.loss_scale is not None,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,21 +106,24 @@ class Progress:
         samples: int,
         step_samples: int | None,
         skipped: int,
-        rates: Sequence[float],
+        rates: Callable[[], Sequence[float]],
         result: StepResult,
         scaled: bool,
     ) -> None:
-        """An optimizer step is done. `samples`: of the whole run so far; `step_samples`: of this step."""
+        """An optimizer step is done. `samples`: of the whole run so far; `step_samples`: of this step.
+
+        `rates` is asked only when somebody wants to see them: a rate may be a tensor on a device.
+        """
         self._samples += step_samples or 0
         due = self._every is not None and step % self._every == 0
         spent = self.clock.read() if self.clock is not None and (due or self._every is None) else None
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(samples, rates, result, scaled, spent))
+            self.monitor.write_events(self._events(samples, rates(), result, scaled, spent))
             self._losses = []
         if self._rank != 0:
             return
         if due:
-            print(self._line(step, skipped, rates, result, scaled), flush=True)
+            print(self._line(step, skipped, rates(), result, scaled), flush=True)
         if spent is not None and self._breakdown:
             print(_time_line(spent), flush=True)
 
