@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.config.status import Key, alias, keys, not_yet, refused
+from zeroshard.config.status import Key, alias, keys, not_yet, refused, used
 
 __all__ = ["LATER_KEYS"]
 
@@ -41,6 +41,13 @@ LATER_KEYS: tuple[Key, ...] = (
         tag_validation="Reaction when ranks pass different tags.",
         load_universal="Load universal format and the latest_universal pointer.",
         use_node_local_storage="Use local rank as writer so each node saves its own copy.",
+    ),
+    *keys(
+        "checkpoint",
+        "B",
+        used("checkpoint.session.save"),
+        keep_last="Checkpoints of the newest steps to keep (0: all). Not in DeepSpeed.",
+        keep_every="Besides those, keep checkpoints of every N-th step (0: none). Not in DeepSpeed.",
     ),
     *keys("checkpoint", "B", CHECKPOINTS, checkpoint_serialization="Use zip serialisation in torch.save."),
     *keys(
