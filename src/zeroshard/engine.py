@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
 from zeroshard.checkpoint.methods import Checkpoints
+from zeroshard.checkpoint.saving import Saver
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
@@ -81,6 +82,7 @@ class Engine(Inquiries, Checkpoints, nn.Module):
         self._managed_backward = False
         self._sync = True
         self._closed = False
+        self._saver = Saver()
         self._executor.on_backward = self._begin_backward
         self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
@@ -409,6 +411,7 @@ class Engine(Inquiries, Checkpoints, nn.Module):
             return
         if self._executor.is_held:
             raise StateError("close() inside engine.gathered(): leave the block first")
+        self._saver.close()
         self._executor.end_step()
         self._executor.reduces.clear()
         self._closed = True

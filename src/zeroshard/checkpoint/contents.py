@@ -166,8 +166,9 @@ def targets_of(
         if optimizer is None or not states.slices[bucket] or states.gradients[bucket] is None:
             continue
         if name not in entries:
-            targets.fresh.append(name)
-        elif piece.numel or not piece.slot.numel:
+            # A parameter without elements never has state.
+            targets.fresh += [name] if piece.slot.numel else []
+        elif piece.numel:
             _add_state(targets, entries[name], states.slices[bucket][index], piece, options)
     for name, value in persistent_buffers(model).items():
         if f"model/{name}" in saved:
@@ -192,8 +193,8 @@ def _add_state(
         if shape != piece.slot.spec.shape and not single and not piece.is_whole:
             raise CheckpointError(
                 f"{name!r} has shape {shape} in the checkpoint, not that of its parameter {piece.slot.spec.shape}, "
-                f"and this optimizer cuts the parameter over ranks. Load with the optimizer that it was saved with, "
-                f"or with load_optimizer_states=False."
+                f"and this optimizer cuts the parameter over ranks. Load with the optimizer that it was saved "
+                f"with, or with load_optimizer_states=False."
             )
         is_part = shape == piece.slot.spec.shape
         value = torch.zeros(part.shape if is_part else shape, dtype=saved.properties.dtype, device=device)

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.checkpoint import session
+from zeroshard.checkpoint.loading import load
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
 
+    from zeroshard.checkpoint.saving import Saver
     from zeroshard.config import Config
     from zeroshard.executor import Executor
     from zeroshard.policy import Policy
@@ -37,6 +38,7 @@ class Checkpoints:
     _states: States
     _executor: Executor
     _update: Update
+    _saver: Saver
 
     def save_checkpoint(
         self,
@@ -56,17 +58,14 @@ class Checkpoints:
             save_latest: what is opened when no tag is named is this one from here on.
             exclude_frozen_parameters: leave out what is not trained; the model that loads it has it already.
 
-        Gradients that were accumulated and not applied yet are not saved: call it after a step. Returns True.
-        Raises CheckpointError, on all ranks, and then nothing has changed.
+        Gradients that were accumulated and not applied yet are not saved: call it after a step. With
+        `checkpoint.async` training goes on as soon as the state is copied to the host; an error of the writer is
+        raised by the next save, or by `close`. Returns True. Raises CheckpointError, on all ranks, and then what
+        `latest` names is as before.
         """
         name = None if tag is None else str(tag)
-        session.save(
-            self,
-            save_dir,
-            name,
-            client_state or {},
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
+        self._saver.save(
+            self, save_dir, name, client_state or {}, latest=save_latest, frozen=not exclude_frozen_parameters
         )
         return True
 
@@ -95,7 +94,7 @@ class Checkpoints:
         given. Raises CheckpointError on all ranks when the checkpoint is damaged, incomplete or of another model.
         """
         name = None if tag is None else str(tag)
-        return session.load(
+        return load(
             self,
             load_dir,
             name,

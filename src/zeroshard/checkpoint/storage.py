@@ -49,14 +49,11 @@ from zeroshard.checkpoint.files import BLOCK, CheckedReader, CheckedWriter, writ
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name, dtype_of
 
-__all__ = ["EXTRAS", "INDEX", "Index", "Reader", "Writer", "read_index"]
+__all__ = ["INDEX", "Index", "Reader", "Writer", "read_index"]
 
 INDEX = "index.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
-
-EXTRAS = "extras"
-"""The blob with everything that is no tensor."""
 
 PIECE = 32 * 2**20
 """Bytes that are brought to the host, or read, at a time."""
@@ -381,7 +378,7 @@ class Reader(StorageReader):
 
     def extras(self) -> dict[str, Any]:
         """Everything that is no tensor: plain values, read without running code."""
-        loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob(EXTRAS)), weights_only=True)
+        loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob("extras")), weights_only=True)
         return loaded
 
     def verify(self) -> int:

@@ -67,7 +67,7 @@ class FlatPiece:
 
     def __init__(self, shape: Sequence[int], start: int, values: Tensor) -> None:
         self.values = values.detach()
-        self._shape = torch.Size(shape)
+        self._shape, self._start = torch.Size(shape), start
         self._boxes = boxes(shape, start, start + values.numel())
         self._at: dict[torch.Size, tuple[int, int]] = {}
         """Of each box, by its offsets: where its elements begin in `values`, and its place in the list."""
@@ -75,6 +75,10 @@ class FlatPiece:
         for place, (offsets, sizes) in enumerate(self._boxes):
             self._at[torch.Size(offsets)] = position, place
             position += math.prod(sizes)
+
+    def on_host(self) -> FlatPiece:
+        """A copy in host memory."""
+        return FlatPiece(self._shape, self._start, self.values.to("cpu", copy=True))
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""
