@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroshard.checkpoint.contents import aliases_of, group_options
+from zeroshard.checkpoint.contents import aliases_of, group_options, persistent_buffers
 from zeroshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,12 +61,25 @@ def gather_extras(engine: Checkpoints, client_state: Mapping[str, Any], frozen: 
             "param_groups": group_options(engine._states, engine.optimizer),
             "client_state": dict(client_state),
             "aliases": aliases_of(engine.module),
+            "buffers": [*persistent_buffers(engine.module)],
+            "model_config": model_config(engine.module),
             "frozen_excluded": not frozen,
             "config": engine.config.model_dump_json(exclude_unset=True),
             **facts_of(engine),
         },
         "the state of the learning-rate scheduler, the loader or an optimizer option",
     )
+
+
+def model_config(model: Any) -> str | None:
+    """The `config.json` of a Hugging Face model, None for other models."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        return None
+    try:
+        return str(config.to_json_string(use_diff=False))
+    except TypeError:  # another class with a method of that name
+        return None
 
 
 def checked_blob(value: dict[str, Any], what: str) -> dict[str, Any]:

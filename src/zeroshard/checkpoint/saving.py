@@ -166,8 +166,8 @@ def _write(job: _Job, group: dist.ProcessGroup | None, began: float) -> None:
         raise told(failures, what) from failures
     except RuntimeError as error:  # of torch.distributed; what a rank raised itself came as the above
         raise CheckpointError(
-            f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}: a rank was lost, or left before all had "
-            f"written. What `latest` names is as before; the next save there clears up. ({error})"
+            f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}: a rank was lost, or left before "
+            f"all had written. What `latest` names is as before; the next save there clears up. ({error})"
         ) from error
     if job.rank != 0:
         return
