@@ -64,6 +64,8 @@ class _Use:
     """Backward has read the weights outside of B to b: from now on, what autograd saves pins them."""
     claims: int = 0
     """Open `holding` blocks."""
+    ended: int = sys.maxsize
+    """When its latest forward outside of backward ended."""
 
     @property
     def is_open(self) -> bool:
@@ -113,6 +115,9 @@ class Executor:
         self._frames: list[_Frame] = []
         self._moment = 0
         """Counts the beginnings and ends of forwards; backward undoes them in the opposite order."""
+        self._firsts: dict[int, int] = {}
+        """When the first forward of each trainable bucket began, since the last backward: increasing."""
+        self._has_gathers = not all(buffer.layout.resident for buffer in buffers)
         bucket_at = {
             buffer.full.untyped_storage()._cdata: buffer.layout.index
             for buffer in buffers
@@ -152,7 +157,7 @@ class Executor:
             self._wait(bucket)
         self._report(point)
         for action in step.after:
-            if action.kind is not Kind.REDUCE:  # made by `arrive`, which may differ from rank to rank
+            if action.kind is not Kind.REDUCE:  # made by `_reduce_after`
                 self.perform(action)
 
     def perform(self, action: Action) -> None:
@@ -258,11 +263,16 @@ class Executor:
 
     def _begin_forward(self, bucket: int) -> None:
         self._uses[bucket].forwards += 1
+        if self._records_grad and bucket not in self._firsts and not self.in_backward:
+            if self.layout.buckets[bucket].trainable:
+                self._firsts[bucket] = self._moment
         self.at(Kind.FORWARD, bucket)
 
     def _end_forward(self, bucket: int) -> None:
         use = self._uses[bucket]
         use.forwards = max(use.forwards - 1, 0)
+        if not self.in_backward:
+            use.ended = self._moment
         self.at(Kind.END_FORWARD, bucket)
 
     def _stray(self, bucket: int) -> None:
@@ -333,7 +343,7 @@ class Executor:
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if not buckets:
             return bool(watched)
-        latest, ended = -1, self._next_moment()
+        latest, ended, recomputes = -1, self._next_moment(), self.in_backward
         if any(tensor.is_leaf for tensor in watched):
             ended = sys.maxsize  # the gradient of a leaf keeps no order: it comes as soon as it can
 
@@ -345,6 +355,9 @@ class Executor:
             if task != latest:
                 latest = task
                 self._enter_backward()
+                # A nested backward of what was recomputed stands where the forward was that it repeats.
+                again = max(self._uses[bucket].ended for bucket in buckets)
+                self._reduce_after(again if recomputes else ended)
                 self._close(task, ended)
                 for bucket in buckets:
                     # With create_graph, a later backward of this one reads the weights unannounced.
@@ -392,9 +405,8 @@ class Executor:
     def arrive(self, bucket: int, index: int, gradient: Tensor) -> None:
         """A parameter's gradient is there. It may come several times in one backward (reentrant checkpoints).
 
-        Which gradients come, and when a bucket is complete, depends on this rank's data where it chooses among
-        weights (experts): it decides about the reduction, which keeps an order of its own, and not about
-        gathers and frees.
+        Which gradients come, and so when a bucket is complete, depends on this rank's data where it chooses among
+        weights (experts). Where a rank also waits for gathers of its peers, that must decide about nothing.
         """
         self._enter_backward()
         buffer = self._gradients[bucket]
@@ -402,7 +414,8 @@ class Executor:
         buffer.collect(index, gradient)
         if len(buffer.arrived) == len(buffer.layout.slots):
             buffer.arrived = set()
-            self.perform(Action(Kind.REDUCE, bucket))
+            if not self._has_gathers:
+                self.perform(Action(Kind.REDUCE, bucket))
 
     def _open(self, task: int, bucket: int, began: int) -> None:
         """Backward comes to a forward that began at that moment."""
@@ -410,12 +423,19 @@ class Executor:
         self._uses[bucket].backwards += bucket not in opened
         opened[bucket] = min(opened.get(bucket, began), began)
 
-    def _close(self, task: int, ended: int) -> None:
-        """Backward comes to a forward that ended at that moment: report b for what ran only after it.
+    # Autograd runs what is ready in the opposite order of its making. When it comes to the outputs of a forward,
+    # nothing is left to do of forwards that began after that one had ended: on every rank alike, whatever
+    # gradients its data brought.
 
-        Autograd runs what is ready in the opposite order of its making, so of those forwards nothing is left
-        to do. That holds on every rank alike, whatever gradients its data brought.
-        """
+    def _reduce_after(self, ended: int) -> None:
+        """Backward comes to a forward that ended at that moment: reduce what was first used after it."""
+        firsts = self._firsts
+        while firsts and next(reversed(firsts.values())) > ended:
+            self.reduces.early = True
+            self.perform(Action(Kind.REDUCE, firsts.popitem()[0]))
+
+    def _close(self, task: int, ended: int) -> None:
+        """Backward comes to a forward that ended at that moment: report b for what ran only after it."""
         opened = self._tasks[task]
         for bucket in [bucket for bucket, began in opened.items() if began > ended]:
             del opened[bucket]
@@ -428,6 +448,7 @@ class Executor:
         self._close(task, -1)
         del self._tasks[task]
         if not self._tasks:
+            self._firsts = {}
             self.reduces.end()
             self._drop_unclaimed()
             if self.clock is not None:
