@@ -12,7 +12,6 @@ path is planned for its next visit.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
 from zeroshard.reads import UnannouncedReads
 from zeroshard.trace import Action, Kind, digest
+from zeroshard.unwinding import NEVER, Unwinding
 
 __all__ = ["Executor"]
 
@@ -64,8 +64,6 @@ class _Use:
     """Backward has read the weights outside of B to b: from now on, what autograd saves pins them."""
     claims: int = 0
     """Open `holding` blocks."""
-    ended: int = sys.maxsize
-    """When its latest forward outside of backward ended."""
 
     @property
     def is_open(self) -> bool:
@@ -113,10 +111,7 @@ class Executor:
         self._uses = [_Use() for _ in buffers]
         self._depth = 0
         self._frames: list[_Frame] = []
-        self._moment = 0
-        """Counts the beginnings and ends of forwards; backward undoes them in the opposite order."""
-        self._firsts: dict[int, int] = {}
-        """When the first forward of each trainable bucket began, since the last backward: increasing."""
+        self._order = Unwinding()
         self._has_gathers = not all(buffer.layout.resident for buffer in buffers)
         bucket_at = {
             buffer.full.untyped_storage()._cdata: buffer.layout.index
@@ -124,9 +119,6 @@ class Executor:
             if not buffer.layout.resident
         }
         self._reads = UnannouncedReads(bucket_at, self._stray)
-        self._tasks: dict[int, dict[int, int]] = {}
-        """By running graph task, outermost first: the buckets between B and b, and of each when the first forward
-        began whose backward the task has come to."""
         self._trace: list[Action] = []
         self._records_grad = True
         self.paths = Paths(layout, policy)
@@ -157,7 +149,7 @@ class Executor:
             self._wait(bucket)
         self._report(point)
         for action in step.after:
-            if action.kind is not Kind.REDUCE:  # made by `_reduce_after`
+            if action.kind is not Kind.REDUCE:  # made by `watch`, once per backward
                 self.perform(action)
 
     def perform(self, action: Action) -> None:
@@ -251,34 +243,29 @@ class Executor:
             if self.clock is not None:
                 self.clock.start("forward")
         self._depth += 1
-        self._frames.append(_Frame(self._next_moment()))
+        self._frames.append(_Frame(self._order.tick()))
         for bucket in buckets:
             self._begin_forward(bucket)
         known = self._plan is not None
         self._reads.enter(wanted=not known and torch.is_grad_enabled() and not self.in_backward)
 
-    def _next_moment(self) -> int:
-        self._moment += 1
-        return self._moment
-
     def _begin_forward(self, bucket: int) -> None:
         self._uses[bucket].forwards += 1
-        if self._records_grad and bucket not in self._firsts and not self.in_backward:
-            if self.layout.buckets[bucket].trainable:
-                self._firsts[bucket] = self._moment
+        if self._records_grad and self.layout.buckets[bucket].trainable and not self.in_backward:
+            self._order.begin_use(bucket)
         self.at(Kind.FORWARD, bucket)
 
     def _end_forward(self, bucket: int) -> None:
         use = self._uses[bucket]
         use.forwards = max(use.forwards - 1, 0)
         if not self.in_backward:
-            use.ended = self._moment
+            self._order.end_use(bucket)
         self.at(Kind.END_FORWARD, bucket)
 
     def _stray(self, bucket: int) -> None:
         """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""
         use, task = self._uses[bucket], _graph_task()
-        if self.closed or use.pinned or bucket in self._tasks.get(task, ()):
+        if self.closed or use.pinned or self._order.is_open(task, bucket):
             return
         self._enter_backward()
         use.strays = True
@@ -333,7 +320,7 @@ class Executor:
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(map(self._buffers[bucket].shares_memory, tensors)):
             self._uses[bucket].pinned = True
-        self.watch(tensors, (bucket,), self._next_moment())
+        self.watch(tensors, (bucket,), self._order.tick())
 
     def watch(self, tensors: Sequence[Tensor], buckets: Sequence[int], began: int) -> bool:
         """Report B for `buckets` when the first gradient of `tensors` comes; False if none will.
@@ -343,9 +330,9 @@ class Executor:
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if not buckets:
             return bool(watched)
-        latest, ended, recomputes = -1, self._next_moment(), self.in_backward
+        latest, ended, recomputes = -1, self._order.tick(), self.in_backward
         if any(tensor.is_leaf for tensor in watched):
-            ended = sys.maxsize  # the gradient of a leaf keeps no order: it comes as soon as it can
+            ended = NEVER  # the gradient of a leaf keeps no order: it comes as soon as it can
 
         def before_backward(_: Tensor) -> None:
             nonlocal latest
@@ -355,9 +342,10 @@ class Executor:
             if task != latest:
                 latest = task
                 self._enter_backward()
-                # A nested backward of what was recomputed stands where the forward was that it repeats.
-                again = max(self._uses[bucket].ended for bucket in buckets)
-                self._reduce_after(again if recomputes else ended)
+                # The backward of what was recomputed stands where the forward was that it repeats.
+                for bucket in self._order.finished(self._order.repeated(buckets) if recomputes else ended):
+                    self.reduces.early = True
+                    self.perform(Action(Kind.REDUCE, bucket))
                 self._close(task, ended)
                 for bucket in buckets:
                     # With create_graph, a later backward of this one reads the weights unannounced.
@@ -389,9 +377,9 @@ class Executor:
     def _enter_backward(self) -> None:
         """The first report of a graph task: its end is watched from here on."""
         task = _graph_task()
-        if task in self._tasks:
+        if self._order.knows(task):
             return
-        if self._tasks:
+        if self._order.is_running:
             self.reduces.nested = True
         else:
             if self.on_backward is not None:
@@ -399,7 +387,7 @@ class Executor:
             if self.clock is not None:
                 self.clock.start("backward")
             self.reduces.begin()
-        self._tasks[task] = {}
+        self._order.enter(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
 
     def arrive(self, bucket: int, index: int, gradient: Tensor) -> None:
@@ -418,37 +406,20 @@ class Executor:
                 self.perform(Action(Kind.REDUCE, bucket))
 
     def _open(self, task: int, bucket: int, began: int) -> None:
-        """Backward comes to a forward that began at that moment."""
-        opened = self._tasks[task]
-        self._uses[bucket].backwards += bucket not in opened
-        opened[bucket] = min(opened.get(bucket, began), began)
-
-    # Autograd runs what is ready in the opposite order of its making. When it comes to the outputs of a forward,
-    # nothing is left to do of forwards that began after that one had ended: on every rank alike, whatever
-    # gradients its data brought.
-
-    def _reduce_after(self, ended: int) -> None:
-        """Backward comes to a forward that ended at that moment: reduce what was first used after it."""
-        firsts = self._firsts
-        while firsts and next(reversed(firsts.values())) > ended:
-            self.reduces.early = True
-            self.perform(Action(Kind.REDUCE, firsts.popitem()[0]))
+        self._uses[bucket].backwards += self._order.open(task, bucket, began)
 
     def _close(self, task: int, ended: int) -> None:
-        """Backward comes to a forward that ended at that moment: report b for what ran only after it."""
-        opened = self._tasks[task]
-        for bucket in [bucket for bucket, began in opened.items() if began > ended]:
-            del opened[bucket]
+        """The task comes to a forward that ended at that moment: report b for what ran only after it."""
+        for bucket in self._order.over(task, ended):
             self._uses[bucket].backwards -= 1
             self.at(Kind.END_BACKWARD, bucket)
 
     def _end_task(self, task: int) -> None:
-        if task not in self._tasks:
+        if not self._order.knows(task):
             return  # left behind by a backward that raised
         self._close(task, -1)
-        del self._tasks[task]
-        if not self._tasks:
-            self._firsts = {}
+        self._order.leave(task)
+        if not self._order.is_running:
             self.reduces.end()
             self._drop_unclaimed()
             if self.clock is not None:
@@ -469,7 +440,8 @@ class Executor:
         self._path_open, self._plan = False, None
         trace, self._trace = tuple(self._trace), []
         # What is still open belongs to a forward or backward that raised and never reported its end.
-        self._tasks, self._frames, self._depth = {}, [], 0
+        self._order.abandon()
+        self._frames, self._depth = [], 0
         self._reads.abandon()
         for use in self._uses:
             use.forwards = use.backwards = 0

@@ -266,8 +266,8 @@ class GradientBuffer:
 class ReduceQueue:
     """Launches reductions in one order that all ranks keep, whatever order gradients come in.
 
-    A parameter that got no gradient on one rank delays its bucket there, but cannot reorder collectives into
-    a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
+    Whatever makes buckets ready at different moments on different ranks cannot reorder collectives into a hang: at
+    the end of the round every bucket is reduced, with zeros where nothing came.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class ReduceQueue:
         self._next = 0
 
     def ready(self, bucket: int) -> None:
-        """A bucket is complete: launch it, and what waited for it."""
+        """No more gradients come to a bucket: launch it, and what waited for it."""
         if bucket not in self._ready:
             self._ready.add(bucket)
             self.observed.append(bucket)

@@ -41,7 +41,9 @@ def train(engine: Any, name: str, step: int, rank: int) -> float:
     return float(loss.detach())
 
 
-def train_plain(model: Any, optimizer: torch.optim.Optimizer, name: str, step: int, world: int) -> list[float]:
+def train_plain(
+    model: Any, optimizer: torch.optim.Optimizer, name: str, step: int, world: int
+) -> list[float]:
     """The mean over the batches of all ranks; the loss of each."""
     losses = []
     for rank in range(world):

@@ -201,13 +201,17 @@ def leaves(rank: int, world: int, family: str) -> dict[str, Any]:
     engine, *_ = zeroshard.initialize(model=model, config={"zero_optimization": settings})
     units = [unit for unit in engine.layout.units if ".mlp" in unit.path]
     held = [
-        {slot.name for bucket in unit.buckets for slot in engine.layout.buckets[bucket].slots} for unit in units
+        {slot.name for bucket in unit.buckets for slot in engine.layout.buckets[bucket].slots}
+        for unit in units
     ]
     ids = torch.randint(17, (1, 5 + rank), generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():
         error = float((engine(ids).logits - reference(ids).logits).abs().max())
     expected = [
-        {f"model.layers.{layer}.mlp.{name}" for name, _ in reference.model.layers[layer].mlp.named_parameters()}
+        {
+            f"model.layers.{layer}.mlp.{name}"
+            for name, _ in reference.model.layers[layer].mlp.named_parameters()
+        }
         for layer in range(2)
     ]
     paths = [unit.path for unit in units]
