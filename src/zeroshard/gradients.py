@@ -295,6 +295,8 @@ class ReduceQueue:
         self._ready: set[int] = set()
         self._next = 0
         self._flying: list[GradientBuffer] = []
+        self._last: set[int] = set()
+        """Buckets to which gradients once came after their reduction: reduced at the end of the round."""
 
     def begin(self) -> None:
         """A backward starts."""
@@ -305,6 +307,8 @@ class ReduceQueue:
 
     def ready(self, bucket: int) -> None:
         """No more gradients come to a bucket: launch it, and what waited for it."""
+        if bucket in self._last:
+            return
         if bucket not in self._ready:
             self._ready.add(bucket)
             self.observed.append(bucket)
@@ -369,7 +373,9 @@ class ReduceQueue:
     def flush_late(self) -> None:
         """Reduce what came after its bucket was reduced, on any rank."""
         self.early = False
-        for bucket in self._late():
+        late = self._late()
+        self._last.update(late)
+        for bucket in late:
             self._launch(bucket)
         while self._flying:
             self._finish_oldest()
