@@ -141,6 +141,15 @@ class Executor:
         self._report(point)
         for action in step.after:
             self.perform(action)
+        if kind in (Kind.END_FORWARD, Kind.END_BACKWARD):
+            self._guard_kept(bucket)
+
+    def _guard_kept(self, bucket: int) -> None:
+        """A bucket that the plan keeps until its next use is not free for all: a use by code that no unit announces
+        (see `touch`) is to be seen, or its backward would not be, and the plan would miss a point."""
+        buffer = self._buffers[bucket]
+        if buffer.is_live and not buffer.layout.resident and not self._uses[bucket].is_open:
+            buffer.guard()
 
     def perform(self, action: Action) -> None:
         """Run one action."""
@@ -411,16 +420,22 @@ class Executor:
         self._enter_backward()
         buffer = self._gradients[bucket]
         assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
-        buffer.collect(index, gradient)
-        if len(buffer.arrived) == len(buffer.layout.slots):
-            buffer.arrived = set()
+        if buffer.collect(index, gradient, _graph_task()):
             self.at(Kind.END_BACKWARD, bucket)
 
+    @property
+    def may_nest(self) -> bool:
+        """The backward of this forward may have others inside, which take a bucket's gradients apart."""
+        return self._plan is None or self.reduces.nested
+
     def inputs_done(self, buckets: Sequence[int]) -> None:
-        """All gradients of a unit's inputs are made: its frozen buckets are not read any more."""
+        """All gradients of a unit's inputs are made: its frozen buckets are not read any more, nor are those
+        whose gradients came in several backwards, so that none of them could tell."""
         self._enter_backward()
         for bucket in buckets:
-            self.at(Kind.END_BACKWARD, bucket)
+            gradients = self._gradients[bucket]
+            if gradients is None or gradients.complete():
+                self.at(Kind.END_BACKWARD, bucket)
 
     def _end_task(self, task: int) -> None:
         self._tasks.remove(task)
