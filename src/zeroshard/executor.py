@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
-from zeroshard.guard import WeightReads, refuse_access
+from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
 from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
+from zeroshard.reads import UnannouncedReads
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["Executor"]
@@ -100,14 +100,12 @@ class Executor:
         self._uses = [_Use() for _ in buffers]
         self._depth = 0
         self._frames: list[list[int]] = []
-        self._readers: list[WeightReads | None] = []
-        self._unannounced = WeakIdKeyDictionary()
-        """By tensor: the buckets read to make it, and the hook that tells when backward comes to it."""
-        self._bucket_at = {
+        bucket_at = {
             buffer.full.untyped_storage()._cdata: buffer.layout.index
             for buffer in buffers
             if not buffer.layout.resident
         }
+        self._reads = UnannouncedReads(bucket_at, self._stray)
         self._tasks: list[int] = []
         self._trace: list[Action] = []
         self._records_grad = True
@@ -260,30 +258,8 @@ class Executor:
         self._frames.append([])
         for bucket in buckets:
             self.at(Kind.FORWARD, bucket)
-        self._readers.append(self._start_reader())
-
-    def _start_reader(self) -> WeightReads | None:
-        """On a path that is new, see which operations read weights: their backward may come unannounced."""
-        known = self._plan is not None or not self._bucket_at
-        if known or any(self._readers) or not torch.is_grad_enabled() or self.in_backward:
-            return None
-        reader = WeightReads(self._watch_reads)
-        reader.__enter__()  # type: ignore[no-untyped-call]
-        return reader
-
-    def _watch_reads(self, storages: set[int], made: Sequence[Tensor]) -> None:
-        # In an order that all ranks share: an operation may read several, and storages are addresses.
-        buckets = sorted(self._bucket_at[storage] for storage in storages & self._bucket_at.keys())
-        if not buckets:
-            return
-
-        def before_backward(_: Tensor) -> None:
-            for bucket in buckets:
-                self._stray(bucket)
-
-        for tensor in made:
-            handle = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
-            self._unannounced[tensor] = buckets, handle
+        known = self._plan is not None
+        self._reads.enter(wanted=not known and torch.is_grad_enabled() and not self.in_backward)
 
     def _stray(self, bucket: int) -> None:
         """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""
@@ -307,14 +283,12 @@ class Executor:
         `may_save`: autograd may have saved weights inside. If then no output can announce the backward, or
         an output is a view of the weights, the buckets are pinned rather than freed under a saved view.
         """
-        reader = self._readers.pop() if self._readers else None
-        if reader is not None:
-            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._reads.leave()
         touched = self._frames.pop() if self._frames else []
         used = (*buckets, *touched)
         # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
         announced = self.watch(outputs, used)
-        self._forget_announced(outputs, used)
+        self._reads.forget(outputs, used)
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
@@ -326,17 +300,6 @@ class Executor:
         self._depth = max(self._depth - 1, 0)
         if self.clock is not None and not self._depth and not self.in_backward:
             self.clock.stop("forward")
-
-    def _forget_announced(self, outputs: Sequence[Tensor], buckets: Sequence[int]) -> None:
-        """An output that an operation made from weights announces B itself. The hook that looks for strays came
-        first and would run first: it would take every last layer of a unit for one."""
-        for tensor in outputs:
-            if tensor not in self._unannounced:
-                continue
-            read, handle = self._unannounced[tensor]
-            if set(read) <= set(buckets):
-                handle.remove()
-                del self._unannounced[tensor]
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """A sharded parameter is used by code that no unit announces (see `guard`)."""
@@ -463,9 +426,7 @@ class Executor:
         trace, self._trace = tuple(self._trace), []
         # What is still open belongs to a forward or backward that raised and never reported its end.
         self._tasks, self._frames, self._depth = [], [], 0
-        for reader in filter(None, self._readers):
-            reader.stop()
-        self._readers = []
+        self._reads.abandon()
         for use in self._uses:
             use.forwards, use.backwards = 0, set()
         self._drop_unclaimed()
