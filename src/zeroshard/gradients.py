@@ -115,7 +115,7 @@ class GradientBuffer:
         return True
 
     def complete(self) -> bool:
-        """Every slot's gradient came in one or another of the running backwards; they are counted anew from here."""
+        """Every slot's gradient came in one or another of the running backwards. Counting starts anew."""
         if len(set().union(*self.arrived.values())) < len(self.layout.slots):
             return False
         self.arrived = {}
