@@ -151,6 +151,15 @@ class Executor:
         for action in step.after:
             if action.kind is not Kind.REDUCE:  # made by `watch`, once per backward
                 self.perform(action)
+        if kind in (Kind.END_FORWARD, Kind.END_BACKWARD):
+            self._guard_kept(bucket)
+
+    def _guard_kept(self, bucket: int) -> None:
+        """A bucket that the plan keeps until its next use is not free for all: a use by code that no unit announces
+        (see `touch`) is to be seen, or its backward would not be, and the plan would miss a point."""
+        buffer = self._buffers[bucket]
+        if buffer.is_live and not buffer.layout.resident and not self._uses[bucket].is_open:
+            buffer.guard()
 
     def perform(self, action: Action) -> None:
         """Run one action."""
@@ -399,11 +408,8 @@ class Executor:
         self._enter_backward()
         buffer = self._gradients[bucket]
         assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
-        buffer.collect(index, gradient)
-        if len(buffer.arrived) == len(buffer.layout.slots):
-            buffer.arrived = set()
-            if not self._has_gathers:
-                self.perform(Action(Kind.REDUCE, bucket))
+        if buffer.collect(index, gradient, _graph_task()) and not self._has_gathers:
+            self.perform(Action(Kind.REDUCE, bucket))
 
     def _open(self, task: int, bucket: int, began: int) -> None:
         self._uses[bucket].backwards += self._order.open(task, bucket, began)
