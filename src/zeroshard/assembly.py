@@ -18,6 +18,7 @@ from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
+from zeroshard.full_state import FullState
 from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
 from zeroshard.guard import LEAF_MARK, home_of
 from zeroshard.hooks import install
@@ -85,6 +86,7 @@ def build_engine(
     states = States(
         buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
     )
+    full_state = FullState(states)
     return Engine(
         model,
         config=config,
@@ -94,9 +96,10 @@ def build_engine(
         states=states,
         update=_make_update(config, precision, loss_scale, model, states),
         access=Access(states, made),
+        full_state=full_state,
         boundary=boundary,
         progress=_make_progress(config, layout.numel, states),
-        handles=handles,
+        handles=[*handles, *full_state.install(model)],
         optimizer=made,
         scheduler=scheduler,
         device=device,

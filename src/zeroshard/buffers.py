@@ -248,6 +248,20 @@ class FlatBuffer:
                 self.master.copy_(torch.where(edited, self._own, self.master))
         self._lane.wait_for_compute()
 
+    def put(self, index: int, value: Tensor) -> None:
+        """Slot `index` is `value` (1-D, the same on all ranks) from here on: in what is gathered, in the shard, and
+        to the last digit in the master. Nobody may be reading the shard."""
+        slot, piece = self.layout.slots[index], self.layout.pieces(self.group.rank)[index]
+        own, part = slice(piece.at, piece.at + piece.numel), value[piece.start : piece.stop]
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
+            if self.is_live:
+                self.full[slot.offset : slot.end].copy_(value)
+            self.shard[own].copy_(part)
+            if self.master is not None and self.master is not self.shard:
+                self.master[own].copy_(part)
+        self._versions[index] = self.parameters[index]._version
+        self._lane.wait_for_compute()
+
     @property
     def owned(self) -> Tensor:
         """This rank's part of what is trained: the master, or the shard where there is none of its own."""

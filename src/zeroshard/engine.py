@@ -27,6 +27,7 @@ from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
+from zeroshard.full_state import FullState, StateDicts
 from zeroshard.inquiries import Inquiries
 from zeroshard.layout import Layout
 from zeroshard.policy import Policy
@@ -38,7 +39,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, nn.Module):
+class Engine(Inquiries, StateDicts, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.
@@ -55,6 +56,7 @@ class Engine(Inquiries, nn.Module):
         states: States,
         update: Update,
         access: Access,
+        full_state: FullState,
         boundary: Boundary,
         progress: Progress,
         handles: list[RemovableHandle],
@@ -74,6 +76,7 @@ class Engine(Inquiries, nn.Module):
         self._batch = batch
         self._update, self._access, self._boundary, self._progress = update, access, boundary, progress
         self._states, self._executor, self._handles = states, states.executor, handles
+        self._full_state = full_state
         self._forced: bool | None = None
         self._window = 0
         """Calls of `step` since the last update."""
