@@ -29,7 +29,6 @@ from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
 from zeroshard.full_state import FullState, StateDicts
 from zeroshard.inquiries import Inquiries
-from zeroshard.layout import Layout
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
@@ -52,7 +51,6 @@ class Engine(Inquiries, StateDicts, nn.Module):
         config: Config,
         batch: BatchPlan,
         policy: Policy,
-        layout: Layout,
         states: States,
         update: Update,
         access: Access,
@@ -66,7 +64,7 @@ class Engine(Inquiries, StateDicts, nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config, self.policy, self.layout, self.device = config, policy, layout, device
+        self.config, self.policy, self.device = config, policy, device
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.training_dataloader: Any = None
         self.micro_steps = 0

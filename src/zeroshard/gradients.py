@@ -54,6 +54,8 @@ class GradientBuffer:
         self.layout = layout
         self.arrived: set[int] = set()
         """Slots whose gradient came in the running backward."""
+        self.expected = len(layout.slots)
+        """Slots whose parameter requires grad."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
@@ -402,6 +404,13 @@ class ShardSlice(Tensor):
         assert isinstance(part, ShardSlice)
         part._gradients, part._index, part.start = gradients, index, piece.start
         return part
+
+    def train(self, data: Tensor, piece: Piece, gradients: GradientBuffer) -> None:
+        """A frozen slice becomes one over `data`, in place: optimizers have it already."""
+        part = data.detach()[piece.at : piece.at + piece.numel]
+        self.data = part.view(self.shape)
+        self._gradients = gradients
+        self.requires_grad_()
 
     @property
     def grad(self) -> Tensor | None:
