@@ -379,7 +379,7 @@ class Executor:
         buffer = self._gradients[bucket]
         assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
         buffer.collect(index, gradient)
-        if len(buffer.arrived) == buffer.expected:
+        if len(buffer.arrived) == len(buffer.layout.slots):
             buffer.arrived = set()
             self.at(Kind.END_BACKWARD, bucket)
 

@@ -54,8 +54,6 @@ class GradientBuffer:
         self.layout = layout
         self.arrived: set[int] = set()
         """Slots whose gradient came in the running backward."""
-        self.expected = len(layout.slots)
-        """Slots whose parameter requires grad."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False

@@ -99,13 +99,10 @@ class Trainables:
         if new:
             self._unfreeze(new)
         self._required = required
-        counts = [0] * len(self._states.buffers)
-        for entry, trains in zip(self._entries, required, strict=True):
-            counts[entry.bucket] += trains
-        self._executor.untrained = {bucket for bucket, count in enumerate(counts) if not count}
-        for gradient, count in zip(self._states.gradients, counts, strict=True):
-            if gradient is not None:
-                gradient.expected = count
+        # Of the others, gradients tell when backward is done with the weights. One of which only a part trains is
+        # kept to the end of backward: the rest of it may be read after the last gradient.
+        trained = {entry.bucket for entry, trains in zip(self._entries, required, strict=True) if trains}
+        self._executor.untrained = set(range(len(self._states.buffers))) - trained
 
     def _unfreeze(self, new: Sequence[_Entry]) -> None:
         """Parameters require grad that had none until now."""

@@ -118,3 +118,192 @@ def test_requires_grad_between_steps(ranks2: RankPool, stage: int, groups: str) 
 def test_requires_grad_between_steps_in_16_bit(ranks2: RankPool, stage: int) -> None:
     """The numbers are fp32's up to the rounding of the forward; a layer that did not train would be far off."""
     assert max(ranks2.run(toggled, stage, "bf16", "of all")) <= 3e-2
+
+
+# ---- what frozen parameters cost -----------------------------------------------------------------------------
+
+
+def costs(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of this rank by category, with one block trained and with all: predicted, which is what then exists."""
+    pair = Pair.of(rank, world, stage, Layers, adamw, bf16={"enabled": True})
+    engine = pair.engine
+
+    def bills() -> tuple[dict[str, int], dict[str, int]]:
+        rows = engine.memory()
+        return {name: predicted for name, predicted, _ in rows}, {name: found for name, _, found in rows}
+
+    for number in range(2):
+        engine.backward(loss_of(engine, number, rank))
+        engine.step()
+    trained = {bucket.index for bucket in engine.layout.buckets if bucket.trainable}
+    for buffer, gradient, slices in zip(
+        engine._states.buffers, engine._states.gradients, engine._states.slices, strict=True
+    ):
+        if buffer.layout.index in trained:
+            continue
+        assert gradient is None
+        assert buffer.master is None
+        assert not any(part in pair.optimizer.state for part in slices)
+    before, counted = bills()
+    assert {**before, "gathered peak": 0} == {**counted, "gathered peak": 0}
+    # All that is left, since at stages 0 to 2 it may be one bucket.
+    pair.model.requires_grad_(True)
+    for number in range(2):
+        engine.backward(loss_of(engine, number, rank))
+        engine.step()
+    after, counted = bills()
+    # Gradients are those of one backward: the most so far.
+    assert {**after, "gathered peak": 0} == {**counted, "gathered peak": 0}
+    engine.close()
+    return before, after
+
+
+@every_stage
+def test_frozen_parameters_cost_their_weights_only(ranks2: RankPool, stage: int) -> None:
+    for before, after in ranks2.run(costs, stage):
+        assert after["parameters"] == before["parameters"]
+        assert after["master"] > before["master"]
+        assert after["optimizer state"] > before["optimizer state"]
+        assert after["gradients"] > before["gradients"]
+
+
+def freed(rank: int, world: int) -> list[int]:
+    """The most bytes gathered at once in a step: at the start, and with blocks frozen and unfrozen later."""
+    pair = Pair.of(rank, world, 3, Layers, adamw, zero={"stage3_prefetch_bucket_size": 0})
+    found = []
+    for path, trains in (("head", True), ("blocks.0", True), ("blocks.1", False), ("blocks.2", True)):
+        pair.model.get_submodule(path).requires_grad_(trains)
+        for number in range(2):  # by demand, and planned
+            pair.engine.executor.peak_gathered = 0
+            pair.engine.backward(loss_of(pair.engine, number, rank))
+            pair.engine.step()
+            found.append(pair.engine.executor.peak_gathered)
+    sizes = [bucket.nbytes for bucket in pair.engine.layout.buckets]
+    pair.engine.close()
+    return [max(sizes), *found]
+
+
+def test_weights_are_freed_whatever_trains(ranks2: RankPool) -> None:
+    """Without prefetch: the block whose backward ends and the one whose begins."""
+    for largest, *found in ranks2.run(freed):
+        assert all(peak <= 2 * largest for peak in found), (largest, found)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------
+
+
+def one_rank_only(rank: int, world: int, stage: int, threshold: int) -> str:
+    zero = {"stage3_param_persistence_threshold": threshold}
+    pair = Pair.of(rank, world, stage, Layers, adamw, zero=zero)
+    step(pair, 0)
+    if rank == 0:
+        pair.model.blocks[0].requires_grad_(True)
+    try:
+        step(pair, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_unfrozen_on_one_rank_only() -> None:
+    """E 58: both ranks stop within seconds, and the one that is alone with it says what it is about."""
+    with RankPool(2) as pool:
+        for stage, threshold in [(0, 0), (1, 0), (3, 0), (3, 10**6)]:
+            alone, other = pool.run(one_rank_only, stage, threshold, timeout=20)
+            assert alone.startswith("StateError: parameter 'blocks.0.norm.weight' (5 in all) requires grad on this")
+            assert "alike on all ranks" in alone
+            assert other != "nothing"
+
+
+def different(rank: int, world: int, stage: int) -> list[tuple[str, str]]:
+    """Each rank unfreezes another layer: all ranks say so, and after it is put right all goes on."""
+    pair = Pair.of(rank, world, stage, Layers, adamw)
+    pair.model.blocks[2 * rank].requires_grad_(True)
+    found = [attempt(lambda: loss_of(pair.engine, 0, rank))]
+    pair.model.blocks[2 * rank].requires_grad_(False)
+    toggle(pair, "blocks.0", True)
+    for number in range(2):
+        step(pair, number)
+    found.append(("distance", str(pair.finish())))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_unfreezes_another(ranks2: RankPool, stage: int) -> None:
+    for (kind, message), (_, distance) in ranks2.run(different, stage):
+        assert kind == "StateError"
+        assert "'blocks.0.norm.weight' was unfrozen on 1 of 2 ranks" in message
+        assert float(distance) <= 1e-6
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return Muon([{"params": matrices, "use_muon": True}], lr=0.01)
+
+
+def groups(rank: int, world: int, stage: int) -> list[tuple[str, str]]:
+    pair = Pair.of(rank, world, stage, Layers, adamw_of_trainable)
+    engine, model, optimizer = pair.engine, pair.model, pair.optimizer
+    found = []
+
+    def stepped() -> None:
+        engine.backward(loss_of(engine, 0, rank))
+        engine.step()
+
+    model.blocks[0].requires_grad_(True)
+    found.append(attempt(stepped))  # in no group
+    optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+    found.append(attempt(stepped))
+    optimizer.add_param_group({"params": [model.head.weight]})  # a second time
+    found.append(attempt(stepped))
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 3))]})  # somebody else's
+    found.append(attempt(stepped))
+    optimizer.param_groups.pop()
+    optimizer.param_groups[0]["params"].append(model.blocks[2].up.weight)  # frozen, and stays so
+    found.append(attempt(stepped))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_groups_that_are_added(ranks2: RankPool, stage: int) -> None:
+    for absent, fine, twice, foreign, frozen in ranks2.run(groups, stage):
+        assert absent[0] == "StateError"
+        assert "'blocks.0.norm.weight' was unfrozen after `initialize` and is in no group" in absent[1]
+        assert "add_param_group" in absent[1]
+        assert fine == frozen == ("nothing", "")
+        assert twice[0] == "StateError"
+        assert "group 2 got parameter 'head.weight', which it holds already" in twice[1]
+        assert foreign[0] == "StateError"
+        assert "shape (2, 3)) that this engine does not hold" in foreign[1]
+
+
+class Cut(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6 * 11, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x).view(-1, 11, 6).sum(1))
+
+
+def whole(rank: int, world: int) -> tuple[str, str]:
+    pair = Pair.of(rank, world, 3, Cut, muon)
+    pair.model.first.requires_grad_(True)
+
+    def stepped() -> None:
+        pair.engine.backward(loss_of(pair.engine, 0, rank))
+        pair.engine.step()
+
+    found = attempt(stepped)
+    pair.engine.close()
+    return found
+
+
+def test_an_optimizer_of_whole_parameters(ranks2: RankPool) -> None:
+    for kind, message in ranks2.run(whole):
+        assert kind == "StateError"
+        assert "cut between ranks, and Muon updates whole parameters" in message
+
+
