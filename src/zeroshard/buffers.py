@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import ShardedParameter
+from zeroshard.guard import sharded_class
 from zeroshard.layout import ALIGNMENT_BYTES, BucketLayout
 from zeroshard.streams import Lane
 
@@ -163,9 +163,9 @@ class FlatBuffer:
         if not self.is_live:
             return
         self._move(Status.NOT_AVAILABLE)
-        for parameter in self.parameters:
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
             parameter.data = self._empty
-            parameter.__class__ = ShardedParameter
+            parameter.__class__ = sharded_class(cls)
         self._lane.wait_for_compute()
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
@@ -215,8 +215,8 @@ class FlatBuffer:
             with self._lane.entered():
                 self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def _mark_changed(self) -> None:
         """As after any optimizer's step: backward of a graph made with the old weights raises."""

@@ -171,7 +171,7 @@ class FullState:
         master = one.buffer.owned
         value = one.parameter.detach()
         # A module may load something else than it was given: then that is what counts.
-        if one.value is not None and torch.equal(one.value.to(value), value):
+        if one.value is not None and torch.equal(_bits(one.value.to(value)), _bits(value)):
             value = one.value
         wide = value.to(device=master.device, dtype=master.dtype).reshape(-1).clone()
         if wide.numel():
@@ -239,6 +239,11 @@ def _copy_of(value: Tensor, device: torch.device | None) -> Tensor:
     kept.__class__ = type(value)
     kept.__dict__.update({name: held for name, held in value.__dict__.items() if name != "_zeroshard"})
     return kept
+
+
+def _bits(value: Tensor) -> Tensor:
+    """For a comparison that all dtypes have, and in which NaN is NaN."""
+    return value.reshape(-1).view(torch.uint8)
 
 
 def _given(module: nn.Module, state: Any, prefix: str) -> list[_Given]:

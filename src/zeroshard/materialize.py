@@ -111,6 +111,11 @@ def _spec(name: str, parameter: nn.Parameter, dtype: torch.dtype, uncut: bool) -
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}, which cannot be sharded; known are "
             f"{', '.join(BYTES_OF)}. Keep it as a buffer, or view it as uint8."
         )
+    if parameter.requires_grad and parameter.dtype.itemsize == 1:
+        raise ModelError(
+            f"parameter {name!r} holds packed {dtype_name(parameter.dtype)} values, which cannot be trained. Set "
+            f"its requires_grad to False."
+        )
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
