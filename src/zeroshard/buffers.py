@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import ShardedParameter
+from zeroshard.guard import sharded_class
 from zeroshard.layout import ALIGNMENT_BYTES, BucketLayout
 from zeroshard.streams import Lane
 
@@ -174,9 +174,9 @@ class FlatBuffer:
         if not self.is_live:
             return
         self._move(Status.NOT_AVAILABLE)
-        for parameter in self.parameters:
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
             parameter.data = self._empty
-            parameter.__class__ = ShardedParameter
+            parameter.__class__ = sharded_class(cls)
         self._lane.wait_for_compute()
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
@@ -226,8 +226,8 @@ class FlatBuffer:
             with self._lane.entered():
                 self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def _mark_changed(self) -> None:
         """As after any optimizer's step: backward of a graph made with the old weights raises."""
@@ -257,6 +257,20 @@ class FlatBuffer:
             if self.master is not None and self.master is not self.shard:
                 edited = self._own != self.master.to(self._own.dtype)
                 self.master.copy_(torch.where(edited, self._own, self.master))
+        self._lane.wait_for_compute()
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Slot `index` is `value` (1-D, the same on all ranks) from here on: in what is gathered, in the shard, and
+        to the last digit in the master. Nobody may be reading the shard."""
+        slot, piece = self.layout.slots[index], self.layout.pieces(self.group.rank)[index]
+        own, part = slice(piece.at, piece.at + piece.numel), value[piece.start : piece.stop]
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
+            if self.is_live:
+                self.full[slot.offset : slot.end].copy_(value)
+            self.shard[own].copy_(part)
+            if self.master is not None and self.master is not self.shard:
+                self.master[own].copy_(part)
+        self._versions[index] = self.parameters[index]._version
         self._lane.wait_for_compute()
 
     @property

@@ -88,6 +88,10 @@ class Executor:
         self.reduces = ReduceQueue(gradients, layout.reduce_order, groups)
         self.on_action: Callable[[Action], None] | None = None
         """Called with every point and action as it runs: how tests and measurements look on."""
+        self.on_path: Callable[[], None] | None = None
+        """Called before a path that records gradients begins."""
+        self.untrained = {bucket.index for bucket in layout.buckets if not bucket.trainable}
+        """Buckets of which no parameter requires grad now."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward starts, before its first point."""
         self.clock: Clock | None = None
@@ -435,8 +439,10 @@ class Executor:
 
     def _begin_path(self) -> None:
         self.end_path()
-        self._path_open = True
         self._records_grad = torch.is_grad_enabled()
+        if self._records_grad and self.on_path is not None:
+            self.on_path()
+        self._path_open = True
         self._plan = self.paths.expected(self._records_grad)
 
     def end_path(self) -> None:
@@ -454,6 +460,11 @@ class Executor:
         self._drop_unclaimed()
         if trace:
             self.paths.learn(self._records_grad, trace)
+
+    def plan_anew(self, layout: Layout) -> None:
+        """Other buckets train from here on: what was planned is void. Between two paths, on all ranks."""
+        self.layout, self.paths = layout, Paths(layout, self.policy)
+        self.reduces.order = list(layout.reduce_order)
 
     def end_step(self) -> None:
         """The optimizer is about to change the weights: nothing made from the old ones is kept."""

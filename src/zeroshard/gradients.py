@@ -439,6 +439,13 @@ class ShardSlice(Tensor):
         part._gradients, part._index, part.start = gradients, index, piece.start
         return part
 
+    def train(self, data: Tensor, piece: Piece, gradients: GradientBuffer) -> None:
+        """A frozen slice becomes one over `data`, in place: optimizers have it already."""
+        part = data.detach()[piece.at : piece.at + piece.numel]
+        self.data = part.view(self.shape)
+        self._gradients = gradients
+        self.requires_grad_()
+
     @property
     def grad(self) -> Tensor | None:
         """The gradient as accumulated so far. An optimizer at work sees none for a slice of 0 elements."""
