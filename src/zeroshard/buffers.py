@@ -165,8 +165,8 @@ class FlatBuffer:
     def guard(self) -> None:
         """The weights stay, but nobody announced a use: `need` is to hear of the next one, until `wait`."""
         self._guarded = True
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""
