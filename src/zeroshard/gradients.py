@@ -1,7 +1,9 @@
 """The gradients of one bucket: collected flat, reduced, accumulated, and shown to the optimizer.
 
     collect     a parameter's gradient arrives in backward and is copied once into `local` (the full bucket)
-    reduce      `local` is reduce-scattered (all-reduced among replicas) into this rank's part
+    reduce      `local` is reduce-scattered (all-reduced where nothing is sharded) into this rank's part
+    average     with several shard groups (MiCS): the parts of the window are averaged among the replicas, when a
+                step is due, so that nothing else crosses groups
     accumulate  the reduced part is kept, or added to what earlier backwards of the window left
     show        the optimizer's slices read it through their `.grad`, without the loss scale
 
@@ -13,7 +15,7 @@ A parameter without a gradient in the window has none here either: no stale valu
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,6 +64,8 @@ class GradientBuffer:
         """What the gradients of this window are multiplied by: the loss scale they were made with."""
         self.shard: Tensor | None = None
         """The reduced and accumulated gradient of this rank's part; None when there is none."""
+        self.has_replicas = layout.shards > 1 and replicate_group.size > 1
+        """What is reduced is the shard group's alone until it is averaged."""
         self._is_scaled = True
         """`shard` still has the factor `scale`."""
         self.device = device
@@ -79,6 +83,9 @@ class GradientBuffer:
         self._local: Tensor | None = None
         self._written: set[int] = set()
         self._work: tuple[Work, Tensor, Tensor] | None = None
+        self._partial: Tensor | None = None
+        """Reduced in the shard group, not yet averaged over replicas."""
+        self._average: tuple[Work, Tensor] | None = None
         self._stand_ins: dict[int, Tensor] = {}
         """What was shown for gradients that are not reduced yet, to see whether they were zeroed."""
         if keep_local:
@@ -143,15 +150,40 @@ class GradientBuffer:
         self._work = None
         with torch.no_grad():
             work.wait()
-            if self.layout.shards > 1 and self._replicate_group.size > 1:
-                self._replicate_group.all_reduce(part, average=True).wait()
-            if self._after_reduce != 1.0:
-                part.mul_(self._after_reduce)
-            if self.shard is None:
-                self.shard, self._is_scaled = part, True
+            if not self.has_replicas:
+                self._accumulate(part)
+            elif self._partial is None:
+                self._partial = part
             else:
-                unscale = 1.0 if self._is_scaled else 1.0 / self.scale
-                self.shard = self.shard.to(self._sum_dtype).add_(part, alpha=unscale)
+                self._partial = self._partial.to(self._sum_dtype).add_(part)
+
+    def launch_average(self) -> None:
+        """Start averaging over replicas what the shard group has reduced since the last time.
+
+        Every rank calls it, in the same order of buckets. Nothing to do where there are no replicas.
+        """
+        self.finish_average()
+        if self._partial is not None:
+            work = self._replicate_group.all_reduce(self._partial, average=True)
+            self._average, self._partial = (work, self._partial), None
+
+    def finish_average(self) -> None:
+        """Wait for it, if it runs, and accumulate its result."""
+        if self._average is None:
+            return
+        (work, part), self._average = self._average, None
+        with torch.no_grad():
+            work.wait()
+            self._accumulate(part)
+
+    def _accumulate(self, part: Tensor) -> None:
+        if self._after_reduce != 1.0:
+            part.mul_(self._after_reduce)
+        if self.shard is None:
+            self.shard, self._is_scaled = part, True
+        else:
+            unscale = 1.0 if self._is_scaled else 1.0 / self.scale
+            self.shard = self.shard.to(self._sum_dtype).add_(part, alpha=unscale)
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part, without the loss scale: a float64 scalar, not finite when an element is not."""
@@ -205,15 +237,17 @@ class GradientBuffer:
         self._written.discard(index)
         self._stand_ins.pop(index, None)
         piece = self._pieces[index]
-        if self.shard is not None and piece.numel:
-            self.shard[piece.at : piece.at + piece.numel].zero_()
+        for sums in (self.shard, self._partial):
+            if sums is not None and piece.numel:
+                sums[piece.at : piece.at + piece.numel].zero_()
         if not self.had:
             self.shard = None
 
     def clear(self) -> None:
         """Drop everything: the window is over."""
         self.finish_reduce()
-        self.shard = None
+        self.finish_average()
+        self.shard = self._partial = None
         self.had = set()
         self.arrived = set()
         self._written = set()
@@ -223,7 +257,7 @@ class GradientBuffer:
 
     def nbytes(self) -> int:
         """Bytes held now; `shard` counts unless it is a part of the full gradient."""
-        held = [tensor for tensor in (self._local, self.shard) if tensor is not None]
+        held = [tensor for tensor in (self._local, self.shard, self._partial) if tensor is not None]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
@@ -236,11 +270,12 @@ class GradientBuffer:
     def _writable_local(self) -> Tensor:
         """The full gradient, ready to take the next backward's."""
         self.finish_reduce()
+        self.finish_average()
         if self._local is None:
             self._local = self._allocate(self._accumulate_dtype or self._dtype)
-        elif self.shard is not None and not self._written and self._aliases_local(self.shard):
-            # Reduced in place by an earlier backward of this window, and about to be overwritten.
-            self.shard = self.shard.clone()
+        elif not self._written:
+            # What was reduced in place by an earlier backward of this window is about to be overwritten.
+            self.shard, self._partial = self._kept(self.shard), self._kept(self._partial)
         return self._local
 
     def _drop_zeroed(self) -> None:
@@ -249,9 +284,12 @@ class GradientBuffer:
             if shown._version and not shown.isnan().any():
                 self.discard(index)
 
-    def _aliases_local(self, tensor: Tensor) -> bool:
+    def _kept(self, sums: Tensor | None) -> Tensor | None:
+        """`sums`, where it does not lie in `local`."""
         assert self._local is not None
-        return bool(tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata)
+        if sums is None or sums.untyped_storage()._cdata != self._local.untyped_storage()._cdata:
+            return sums
+        return sums.clone()
 
     def _promoted(self, local: Tensor) -> Tensor:
         """`local` in the dtype sums are made in; it keeps that dtype for the steps to come."""
@@ -285,6 +323,8 @@ class ReduceQueue:
         """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
         self.pending = False
         """A round ended without reduction since the last one that reduced."""
+        self.averages = True
+        """A step is due: what is reduced is averaged over replicas at once (MiCS)."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
         self.clock: Clock | None = None
@@ -292,6 +332,9 @@ class ReduceQueue:
         self._ready: set[int] = set()
         self._next = 0
         self._flying: list[GradientBuffer] = []
+        self._averaging: list[GradientBuffer] = []
+        self._has_replicas = any(gradient is not None and gradient.has_replicas for gradient in gradients)
+        self._unaveraged = False
 
     def begin(self) -> None:
         """A backward starts."""
@@ -325,15 +368,32 @@ class ReduceQueue:
                 self._launch(bucket)
         while self._flying:
             self._finish_oldest()
+        self._finish_averages()
         self.pending = False
+        self._unaveraged = self._has_replicas and not self.averages
 
     def _finish_oldest(self) -> None:
         gradient = self._flying.pop(0)
+        self._timed(gradient.finish_reduce)
+        if self._has_replicas and self.averages:
+            self._launch_average(gradient)
+
+    def _launch_average(self, gradient: GradientBuffer) -> None:
+        """In the order of the reductions, which all ranks keep."""
+        self._finish_averages(MAX_REDUCES - 1)
+        gradient.launch_average()
+        self._averaging.append(gradient)
+
+    def _finish_averages(self, left: int = 0) -> None:
+        while len(self._averaging) > left:
+            self._timed(self._averaging.pop(0).finish_average)
+
+    def _timed(self, wait: Callable[[], None]) -> None:
         if self.clock is None:
-            gradient.finish_reduce()
+            wait()
         else:
             with self.clock.phase("reduce wait"):
-                gradient.finish_reduce()
+                wait()
 
     def _late(self) -> list[int]:
         """Buckets for which gradients came after their reduction, on any rank."""
@@ -345,21 +405,25 @@ class ReduceQueue:
         return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
 
     def flush(self) -> None:
-        """Reduce what only accumulated locally, all buckets at once."""
+        """Reduce what only accumulated locally, all buckets at once; average what has not been."""
         if self.pending:
-            enabled, self.enabled = self.enabled, True
+            before, (self.enabled, self.averages) = (self.enabled, self.averages), (True, True)
             self.begin()
             self.end()
-            self.enabled = enabled
+            self.enabled, self.averages = before
+        elif self._unaveraged:
+            for bucket in self.order:
+                self._launch_average(self._gradient(bucket))
+            self._finish_averages()
+            self._unaveraged = False
 
     def clear(self) -> None:
         """Drop all gradients."""
-        while self._flying:
-            self._finish_oldest()
+        self._flying, self._averaging = [], []
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.clear()
-        self.pending = False
+        self.pending = self._unaveraged = False
 
     def agreed_order(self) -> list[int]:
         """The observed order, completed by the buckets that never became ready."""

@@ -201,8 +201,7 @@ class Inquiries:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
         for buffer in self._states.buffers:
-            tensor = buffer.full if buffer.layout.resident else buffer.shard
-            parameters += tensor.numel() * tensor.element_size()
+            parameters += buffer.nbytes
             if buffer.master is not None and buffer.master is not buffer.shard:
                 master += buffer.master.numel() * buffer.master.element_size()
         return MemoryBill(

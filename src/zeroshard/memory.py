@@ -6,7 +6,8 @@
     2       2P                2P/N          12P/N
     3       2P/N + gathered   2P/N          12P/N
 
-P parameters on N ranks, bytes; plus the padding the layout states. Gradients are those of one backward
+P parameters on N ranks (of a shard group, with MiCS), bytes; plus the padding the layout states, and with hpZ
+2P/S for second shards in groups of S ranks. Gradients are those of one backward
 (accumulation over micro-batches keeps fp32 instead); activations are the model's own.
 """
 
@@ -69,20 +70,22 @@ def predict_memory(
     )
     separate = [bucket for bucket in trainable if BYTES_OF[bucket.dtype] < 4 and policy.wide_masters]
     return MemoryBill(
-        parameters=sum(_parameter_bytes(bucket) for bucket in layout.buckets),
+        parameters=sum(_parameter_bytes(bucket, policy) for bucket in layout.buckets),
         gradients=sum(_gradient_bytes(bucket, policy, accumulates) for bucket in trainable),
         master=sum(bucket.shard_numel * 4 for bucket in separate),
         optimizer_state=None if state_elements is None else int(owned * state_elements),
         gathered_peak=gathered_peak,
         padding=sum(
-            _parameter_bytes(bucket) - _parameter_bytes(bucket) * bucket.numel // max(bucket.padded, 1)
-            for bucket in layout.buckets
+            held - held * bucket.numel // max(bucket.padded, 1)
+            for bucket, held in ((bucket, _parameter_bytes(bucket, policy)) for bucket in layout.buckets)
         ),
     )
 
 
-def _parameter_bytes(bucket: BucketLayout) -> int:
+def _parameter_bytes(bucket: BucketLayout, policy: Policy) -> int:
     elements = bucket.padded if bucket.resident else bucket.shard_numel
+    if policy.secondary_size > 1 and not bucket.resident:
+        elements += bucket.padded // policy.secondary_size
     return elements * BYTES_OF[bucket.dtype]
 
 
