@@ -35,6 +35,7 @@ from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
 from zeroshard.streams import Lane
+from zeroshard.tiles import Tiles
 from zeroshard.update import Update
 
 log = logging.getLogger("zeroshard")
@@ -98,7 +99,7 @@ def build_engine(
         policy=policy,
         layout=layout,
         states=states,
-        update=_make_update(config, precision, loss_scale, model, states),
+        update=_make_update(config, precision, loss_scale, model, states, Tiles(policy.tile)),
         access=Access(states, made),
         boundary=boundary,
         progress=_make_progress(config, layout.numel, states),
@@ -115,6 +116,7 @@ def _make_update(
     loss_scale: LossScale,
     model: nn.Module,
     states: States,
+    tiles: Tiles,
 ) -> Update:
     """When the norm is needed, and what happens with one that is not finite."""
     checks = precision.needs_loss_scale or (config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -127,6 +129,7 @@ def _make_update(
         loss_scale=loss_scale,
         probe=FiniteProbe(model),
         names=[name for name, _ in model.named_parameters()],
+        tiles=tiles,
     )
 
 
@@ -181,6 +184,7 @@ def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
         max_live=zero.stage3_max_live_parameters,
         prefetch=zero.stage3_prefetch_bucket_size,
         max_reuse_distance=zero.stage3_max_reuse_distance,
+        tile=zero.sub_group_size,
     )
 
 

@@ -60,6 +60,8 @@ class GradientBuffer:
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
         """The optimizer is at work: it sees only gradients it has elements of."""
+        self.lens: Callable[[int], Tensor] | None = None
+        """Through which the optimizer at work sees this rank's part of a slot, where they are not all promoted."""
         self.scale = 1.0
         """What the gradients of this window are multiplied by: the loss scale they were made with."""
         self.shard: Tensor | None = None
@@ -203,6 +205,18 @@ class GradientBuffer:
             self.shard.mul_(factor)
         return self.shard
 
+    @property
+    def is_narrow(self) -> bool:
+        """The accumulated gradient has fewer bits than the optimizer is to see."""
+        return self.shard is not None and self.shard.dtype.itemsize < self._optimizer_dtype.itemsize
+
+    def widened(self, index: int, factor: float) -> Tensor:
+        """A copy of slot `index`'s gradient as `promote(factor)` would show it."""
+        assert self.shard is not None
+        piece = self._pieces[index]
+        factor = factor / self.scale if self._is_scaled else factor
+        return self.shard[piece.at : piece.at + piece.numel].to(self._optimizer_dtype).mul_(factor)
+
     def piece(self, index: int) -> Tensor | None:
         """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none.
 
@@ -212,6 +226,8 @@ class GradientBuffer:
         piece = self._pieces[index]
         if index not in self.had or (self.updating and not piece.numel):
             return None
+        if self.lens is not None:
+            return self.lens(index)
         total = self.promote()
         if total is not None:
             return total[piece.at : piece.at + piece.numel]
@@ -247,7 +263,7 @@ class GradientBuffer:
         """Drop everything: the window is over."""
         self.finish_reduce()
         self.finish_average()
-        self.shard = self._partial = None
+        self.shard = self._partial = self.lens = None
         self.had = set()
         self.arrived = set()
         self._written = set()

@@ -78,6 +78,9 @@ class Policy:
     max_reuse_distance: int = 1_000_000_000
     """Keep a bucket that is used again within this many elements (`stage3_max_reuse_distance`)."""
 
+    tile: int = 1_000_000_000
+    """Elements of this rank's slices that the optimizer works on at once (`sub_group_size`)."""
+
     @classmethod
     def of_stage(cls, stage: int, world: int, *, mics: int = 0, hpz: int = 1, **sizes: object) -> Policy:
         """The policy of ZeRO `stage` on `world` data-parallel ranks; `sizes` override the defaults.

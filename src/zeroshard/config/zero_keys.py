@@ -76,8 +76,8 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        no_effect("the optimizer steps over whole bucket shards, without tiles"),
-        sub_group_size="Partitioned elements per optimizer tile in stage 3.",
+        used("tiles.Tiles"),
+        sub_group_size="Elements of a rank's shards that the optimizer works on at once.",
     ),
     *keys(
         "zero_optimization",
