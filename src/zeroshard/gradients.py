@@ -52,8 +52,8 @@ class GradientBuffer:
         `before_reduce` and `after_reduce` are factors around the reduction, which averages.
         """
         self.layout = layout
-        self.arrived: set[int] = set()
-        """Slots whose gradient came in the running backward."""
+        self.arrived: dict[int, set[int]] = {}
+        """By running backward (autograd graph task): slots whose gradient came in it."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
@@ -89,8 +89,11 @@ class GradientBuffer:
         """Gradients are waiting to be reduced."""
         return bool(self._written)
 
-    def collect(self, index: int, gradient: Tensor) -> None:
-        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added."""
+    def collect(self, index: int, gradient: Tensor, task: int) -> bool:
+        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added.
+
+        True when it is the last one of the bucket in this backward, the graph task `task`.
+        """
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         slot = self.layout.slots[index]
@@ -103,8 +106,13 @@ class GradientBuffer:
             else:
                 local[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
                 self._written.add(index)
-        self.arrived.add(index)
         self.had.add(index)
+        arrived = self.arrived.setdefault(task, set())
+        arrived.add(index)
+        if len(arrived) < len(self.layout.slots):
+            return False
+        del self.arrived[task]
+        return True
 
     def launch_reduce(self) -> None:
         """Start the reduction of what was collected, zeros for slots that got nothing.
@@ -215,7 +223,7 @@ class GradientBuffer:
         self.finish_reduce()
         self.shard = None
         self.had = set()
-        self.arrived = set()
+        self.arrived = {}
         self._written = set()
         self._stand_ins = {}
         if not self._keep_local:
@@ -320,7 +328,7 @@ class ReduceQueue:
         """The backward ended: reduce what is left and wait for everything, or remember that it is due."""
         for gradient in self._gradients:
             if gradient is not None:
-                gradient.arrived = set()
+                gradient.arrived = {}
         if not self.enabled:
             self.pending = True
             return
@@ -430,6 +438,13 @@ class ShardSlice(Tensor):
         assert isinstance(part, ShardSlice)
         part._gradients, part._index, part.start = gradients, index, piece.start
         return part
+
+    def train(self, data: Tensor, piece: Piece, gradients: GradientBuffer) -> None:
+        """A frozen slice becomes one over `data`, in place: optimizers have it already."""
+        part = data.detach()[piece.at : piece.at + piece.numel]
+        self.data = part.view(self.shape)
+        self._gradients = gradients
+        self.requires_grad_()
 
     @property
     def grad(self) -> Tensor | None:
