@@ -33,6 +33,7 @@ from zeroshard.progress import Progress
 from zeroshard.states import States
 from zeroshard.streams import Lane
 from zeroshard.update import Update
+from zeroshard.watching import groups_for, tell_about
 
 __all__ = ["OptimizerLike", "build_engine", "loss_scale_of", "policy_of"]
 
@@ -61,6 +62,7 @@ def build_engine(
     description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
     layout = plan_layout(description.root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
+    tell_about(model, layout, groups)
     precision.cast_buffers(model)
     move_buffers(model, groups, device)
     slices = _slices(layout, buffers, gradients, made is not None)
@@ -249,8 +251,9 @@ def _build(
     buffers, gradients = [], []
     for bucket in layout.buckets:
         parameters = [description.parameters[slot.name] for slot in bucket.slots]
-        buffers.append(build_buffer(bucket, parameters, groups, policy, lane, device))
-        gradients.append(build_gradients(bucket, groups, policy, device))
+        named = groups_for(bucket, groups)
+        buffers.append(build_buffer(bucket, parameters, named, policy, lane, device))
+        gradients.append(build_gradients(bucket, named, policy, device))
     return buffers, gradients
 
 

@@ -8,7 +8,8 @@
     ├── ShardedAccessError     a sharded parameter was read where it cannot be gathered
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
-    │   └── RankLostError      a peer went away; names the rank
+    │   ├── RankLostError      a peer went away; names the rank
+    │   └── DivergedError      ranks launched different collectives, or wait for each other
     ├── StateError             an illegal move of a bucket or of the engine's life cycle
     └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "CommError",
     "ConfigError",
+    "DivergedError",
     "ModelError",
     "NonFiniteError",
     "NotYetError",
@@ -67,6 +69,10 @@ class CommError(ZeroShardError, RuntimeError):
 
 class RankLostError(CommError):
     """A peer rank closed its end; the message names it."""
+
+
+class DivergedError(CommError):
+    """Ranks launched different collectives, or wait for each other; the message says who is where."""
 
 
 class StateError(ZeroShardError, RuntimeError):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
-from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
+from zeroshard.comm import LocalCollectives, ballot, new_group, open_collectives, unanimous
 from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
@@ -170,10 +170,10 @@ def open_groups(policy: Policy, world: World) -> Groups:
     if policy.world == 1:
         return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=LocalCollectives())
     if policy.shard_size == 1:
-        group = dist.new_group()
+        group = new_group(world.device)
         replicate = open_collectives(group, world.device)
         local = LocalCollectives()
         return Groups(gather=local, reduce=local, replicate=replicate, owned=(group,))
-    groups = (dist.new_group(), dist.new_group())
+    groups = (new_group(world.device), new_group(world.device))
     gather, reduce = (open_collectives(group, world.device) for group in groups)
     return Groups(gather=gather, reduce=reduce, replicate=LocalCollectives(), owned=groups)

@@ -39,7 +39,7 @@ from zeroshard.comm.blocks import Block, BlockPool, bytes_of, elements, map_bloc
 from zeroshard.comm.peers import BLOCK, DONE, FORGET, PART, REACTOR, READY, Message, Peer, encode
 from zeroshard.comm.reduction import check_reducible, sum_in_rank_order
 from zeroshard.comm.seam import Done, Work
-from zeroshard.errors import CommError, RankLostError
+from zeroshard.errors import CommError, DivergedError, RankLostError
 
 __all__ = ["SharedMemoryCollectives"]
 
@@ -413,7 +413,7 @@ class _SharedWork:
             if (message.verb, message.dtype, message.nbytes) != mine:
                 dtype = _DTYPES[message.dtype]
                 theirs = f"{_VERBS[message.verb]} of {message.nbytes // dtype.itemsize} {dtype}"
-                self.error = CommError(
+                self.error = DivergedError(
                     f"{self}: global rank {self.group._global_ranks[rank]} launched {theirs} instead. All "
                     "ranks of a group launch the same collectives in the same order."
                 )
