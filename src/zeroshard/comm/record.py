@@ -7,7 +7,8 @@ asks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -42,9 +43,15 @@ class GroupRecord:
         self.launched = number + 1
         return number
 
-    def waiting_for(self, number: int) -> _Wait:
-        """A `with` block in which the calling thread waits for collective `number`."""
-        return _Wait(self, number)
+    @contextmanager
+    def waiting_for(self, number: int) -> Iterator[None]:
+        """The calling thread waits for collective `number` inside the block."""
+        self.waiting = number, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.waiting = None
+            self.waits += 1
 
     def at(self, number: int) -> Launch | None:
         """The launch of that number, unless it is forgotten or yet to come."""
@@ -61,19 +68,3 @@ class GroupRecord:
         launched = self.launched
         launches = (self.at(number) for number in range(max(0, launched - length), launched))
         return GroupView(self.ranks, launched, tuple(launch for launch in launches if launch is not None))
-
-
-class _Wait:
-    """Written out, since a generator would cost more than all the rest of a record."""
-
-    __slots__ = ("_number", "_record")
-
-    def __init__(self, record: GroupRecord, number: int) -> None:
-        self._record, self._number = record, number
-
-    def __enter__(self) -> None:
-        self._record.waiting = self._number, threading.get_ident()
-
-    def __exit__(self, *error: object) -> None:
-        self._record.waiting = None
-        self._record.waits += 1
