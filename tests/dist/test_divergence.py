@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.errors import CommError
+from zeroshard.comm.watch import EXIT_STATUS, debugs_collectives
+from zeroshard.errors import CommError, ConfigError
 from zeroshard.testing.ranks import RankPool
 
 WIDTH = 8
@@ -141,3 +147,251 @@ def test_every_rank_is_told(ranks2: RankPool, case: Callable[..., None], shared:
         for text in CASES[case]:
             assert text in error, text
         assert seconds < 20  # one to two on an idle machine
+
+
+def generation(rank: int, world: int) -> list[float]:
+    """Different lengths inside `unwrap_for_generation`, then training as if nothing had been."""
+    with environment(ZEROSHARD_DEBUG="collectives"):
+        engine = start()
+        train(engine)
+        with torch.no_grad(), engine.unwrap_for_generation() as whole:
+            for _ in range(3 if rank == 0 else 6):
+                whole(torch.ones(2, WIDTH))
+        train(engine)
+        losses = []
+        for _ in range(2):
+            loss = engine(torch.ones(2, WIDTH)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.close()
+    return losses
+
+
+def test_unequal_generation_gathered_once(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(4):
+        loss = model(torch.ones(2, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for losses in ranks2.run(generation):
+        assert losses == pytest.approx(expected[2:], rel=1e-6)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def slow(rank: int, world: int) -> list[str]:
+    """Rank 1 computes for twice as long as the limit: no divergence, but something to know."""
+    lines = Lines()
+    logging.getLogger("zeroshard").addHandler(lines)
+    try:
+        with environment(ZEROSHARD_DEBUG="collectives", ZEROSHARD_DEBUG_TIMEOUT="1"):
+            engine = start()
+            train(engine)
+            dist.barrier()
+            if rank == 1:
+                time.sleep(3.0)
+            train(engine)
+            engine.close()
+    finally:
+        logging.getLogger("zeroshard").removeHandler(lines)
+    return lines.lines
+
+
+def test_a_slow_rank_is_named_and_waited_for(ranks2: RankPool) -> None:
+    for line in ranks2.run(slow)[0]:
+        if "in slow" in line:
+            assert "rank 0 waits for all_gather of 'blocks.0'" in line
+            assert "rank 1 is slow, at " in line
+            return
+    pytest.fail("nothing was said")
+
+
+def compared(rank: int, world: int) -> str:
+    """Without ZEROSHARD_DEBUG: shared memory compares what collectives are about on its own."""
+    engine = start(stage3_max_reuse_distance=0)
+    train(engine)
+    try:
+        other_branch(engine, rank)
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was noticed"
+
+
+def test_equal_sizes_are_not_mixed_up(ranks2: RankPool) -> None:
+    for error in ranks2.run(compared):
+        assert error.startswith("DivergedError: all_gather of ")
+        assert "for other parameters instead" in error
+        assert "rank 0 launched all_gather of 'blocks.1'" in error
+        assert "rank 1 launched all_gather of 'blocks.2'" in error
+
+
+def unequal_debug(rank: int, world: int) -> None:
+    with (
+        environment(ZEROSHARD_DEBUG="collectives" if rank == 0 else "0"),
+        pytest.raises(CommError, match=r"ZEROSHARD_DEBUG=collectives is set on ranks \[0\] of \[0, 1\] only"),
+    ):
+        start()
+
+
+def test_debugging_on_one_rank_only(ranks2: RankPool) -> None:
+    ranks2.run(unequal_debug)
+
+
+def test_an_unknown_kind_of_debugging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROSHARD_DEBUG", "colectives")
+    with pytest.raises(ConfigError, match="ZEROSHARD_DEBUG='colectives' in the environment is not known.*collectives"):
+        debugs_collectives()
+    monkeypatch.setenv("ZEROSHARD_DEBUG", "collectives")
+    monkeypatch.setenv("ZEROSHARD_DEBUG_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="ZEROSHARD_DEBUG_TIMEOUT='soon' must be a number of seconds"):
+        debugs_collectives()
+
+
+LIMIT = 3.0
+
+
+def waits(engine: Any, rank: int) -> None:
+    if rank == 1:
+        time.sleep(2 * LIMIT)
+    train(engine)
+
+
+def one_forward_more(engine: Any, rank: int) -> None:
+    engine(torch.ones(2, WIDTH)).square().mean().backward()
+    if rank == 0:
+        engine(torch.ones(2, WIDTH))
+    engine.optimizer.step()
+
+
+def late(rank: int, world: int, case: Callable[..., None], shared: bool) -> tuple[str, float]:
+    """Without ZEROSHARD_DEBUG, in a group whose time-out is short."""
+    with environment(ZEROSHARD_SHARED_MEMORY=str(int(shared))), pytest.MonkeyPatch.context() as patch:
+        train(start())  # what is imported now does not count
+        patch.setattr("zeroshard.comm.choose._timeout_of", lambda *_: LIMIT)
+        engine = start()
+        train(engine)
+        began = time.monotonic()
+        try:
+            case(engine, rank)
+        except CommError as error:
+            return str(error), time.monotonic() - began
+        return "", time.monotonic() - began
+
+
+LATE: dict[Callable[..., None], tuple[tuple[int, ...], list[str]]] = {
+    # who times out, and what it says
+    waits: ((0,), ["rank 1: in no collective, at ", "in waits", "rank 1 is slower", "longer time-out"]),
+    one_forward_more: ((0, 1), ["rank 1: waits in step for sum_to_host", "'blocks.0' (blocks.0.linear.weight"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "shared"),
+    [
+        (one_forward_more, True),
+        pytest.param(one_forward_more, False, marks=pytest.mark.slow),
+        pytest.param(waits, True, marks=pytest.mark.slow),
+        (waits, False),
+    ],
+)
+def test_the_time_out_tells_without_debugging(case: Callable[..., None], shared: bool) -> None:
+    ranks, texts = LATE[case]
+    with RankPool(2) as pool:  # what gloo gave up would disturb later tests
+        outcomes = pool.run(late, case, shared)
+    for rank in ranks:
+        error, seconds = outcomes[rank]
+        for text in ["rank 0: waits in forward for all_gather of 'blocks.0'", *texts]:
+            assert text in error
+        assert LIMIT - 0.5 < seconds < LIMIT + 20
+
+
+SCRIPT = """
+import torch
+import zeroshard
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(16 + i, 17 + i) for i in range(3)])
+config = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+engine, *_ = zeroshard.initialize(model=model, config=config)
+rank = torch.distributed.get_rank()
+for batch in range(3 if rank == 0 else 2):
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+print("finished", rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shared", "debug"),
+    [
+        ("1", "0"),
+        pytest.param("1", "collectives", marks=pytest.mark.slow),
+        pytest.param("0", "0", marks=pytest.mark.slow),
+        ("0", "collectives"),
+    ],
+)
+def test_a_rank_that_has_finished(tmp_path: Path, shared: str, debug: str) -> None:
+    """A whole run: it ends by itself, with a status, and says who left."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", str(script)],
+        env={
+            **os.environ,
+            "ZEROSHARD_SHARED_MEMORY": shared,
+            "ZEROSHARD_DEBUG": debug,
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.split() == ["finished", "1"]
+    assert "rank 0: waits in forward for all_gather of '0' (0.weight, 0.bias)" in done.stderr
+    assert "at train.py:14 in <module>" in done.stderr
+    assert "rank 1: its script has finished" in done.stderr
+    assert "rank 1 left the loop earlier, as with fewer batches" in done.stderr
+
+
+BEYOND_REACH = """
+import time
+from zeroshard.comm.record import GroupRecord
+from zeroshard.comm.watch import Watch
+import torch
+
+record = GroupRecord("1.1", [0, 1], 0.2)
+watch = Watch(None, 0, 2)
+watch.add(record)
+with record.waiting_for(record.note("all_gather", "'layer'", 8, torch.float32)):
+    time.sleep(60)
+"""
+
+
+def test_a_wait_that_nothing_ends_is_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEYOND_REACH], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == EXIT_STATUS
+    assert "rank 0 has waited" in done.stderr
+    assert "past the time-out of its group" in done.stderr
+    assert "rank 0: waits for all_gather of 'layer' (number 0), at <string>:11 in <module>" in done.stderr
+    assert "rank 1: no answer" in done.stderr

@@ -33,7 +33,7 @@ from zeroshard.comm.divergence import NO_GRADIENTS, Launch, Position, doomed
 from zeroshard.comm.record import GroupRecord
 from zeroshard.comm.seam import Done, Work
 from zeroshard.comm.stacks import place_of, site_of
-from zeroshard.comm.watch import Watch, debugs_collectives
+from zeroshard.comm.watch import Watch
 from zeroshard.errors import CommError, DivergedError, RankLostError
 
 __all__ = ["Checker", "checker_for"]
@@ -43,43 +43,30 @@ log = logging.getLogger("zeroshard")
 _KEPT = 1024
 """Announcements of a group that stay in the store: more than are ever launched and not waited for."""
 _LOOK = 0.5  # seconds between two looks at where the others are
-_OPENING = 60.0  # seconds in which all ranks open a group
 _SILENCE = 15.0  # seconds in which a rank's watchdog would have written something new
 
 
-def checker_for(watch: Watch, record: GroupRecord) -> Checker | None:
-    """The checker of this process, for a group that is being opened; None where it is not asked for.
-
-    Raises ConfigError for a ZEROSHARD_DEBUG that is not known, CommError when it is not the same on all ranks.
-    """
-    seconds = debugs_collectives()
-    if watch.store is not None:
-        watch.store.set(_mode_key(record, watch.rank), "" if seconds is None else "collectives")
-    if seconds is None:
-        watch.checker = None
-        return None
+def checker_for(watch: Watch, seconds: float) -> Checker:
+    """The checker of this process. CommError where ranks cannot be compared."""
     if watch.store is None:
         raise CommError(
             "ZEROSHARD_DEBUG=collectives compares ranks through the store of the process group, and this one has "
             "none; make it with init_process_group of a backend that has (gloo, nccl)."
         )
-    without = [rank for rank in record.ranks if not watch.wait_for(_mode_key(record, rank), _OPENING)]
-    if without:
-        raise CommError(
-            f"ZEROSHARD_DEBUG=collectives is set on rank {watch.rank} and not on ranks {without}. Set it for all."
-        )
     if watch.checker is None:
-        watch.checker = Checker(watch, seconds)
+        watch.checker = Checker(watch)
     checker: Checker = watch.checker
+    checker.seconds = seconds
     return checker
 
 
 class Checker:
     """All announcements of this process that have not started yet."""
 
-    def __init__(self, watch: Watch, seconds: float) -> None:
-        """A rank that keeps the others waiting for more than `seconds` is reported."""
-        self._watch, self._store, self._seconds = watch, watch.store, seconds
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._store = watch, watch.store
+        self.seconds = 0.0
+        """A rank that keeps the others waiting for longer is reported."""
         self._lock = threading.RLock()
         self._pending: list[_Announced] = []
 
@@ -115,7 +102,7 @@ class Checker:
         """Return when all ranks have announced the same as `item`, and it has started."""
         began = looked = time.monotonic()
         pause = 0.0002
-        looks = _Looks(self._seconds)
+        looks = _Looks(self.seconds)
         while True:
             if item.is_lost:
                 raise DivergedError(f"{item.launch} was given up when an earlier collective failed.")
@@ -260,7 +247,3 @@ class _Announced:
 
 def _key(record: GroupRecord, number: int, rank: int) -> str:
     return f"launch/{record.name}/{number}/{rank}"
-
-
-def _mode_key(record: GroupRecord, rank: int) -> str:
-    return f"mode/{record.name}/{rank}"

@@ -20,7 +20,7 @@ from zeroshard.comm.rendezvous import Listener, Offer, connect_all
 from zeroshard.comm.seam import Collectives
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
-from zeroshard.comm.watch import process_watch
+from zeroshard.comm.watch import debugs_collectives, process_watch
 from zeroshard.errors import CommError
 
 __all__ = ["new_group", "open_collectives"]
@@ -74,7 +74,15 @@ def _recorded(inner: Collectives, group: dist.ProcessGroup, device: torch.device
     _opened[group.group_name] += 1
     name = f"{group.group_name}.{_opened[group.group_name]}"
     record = GroupRecord(name, dist.get_process_group_ranks(group), _timeout_of(group, device))
-    checker = checker_for(watch, record)
+    seconds = debugs_collectives()
+    modes = _exchange(seconds is not None, group)
+    if any(modes) != all(modes):
+        ranks = [rank for rank, on in zip(record.ranks, modes, strict=True) if on]
+        raise CommError(
+            f"ZEROSHARD_DEBUG=collectives is set on ranks {ranks} of {list(record.ranks)} only. Set it for all "
+            f"ranks, or for none."
+        )
+    checker = watch.checker = None if seconds is None else checker_for(watch, seconds)
     watch.add(record)
     return RecordingCollectives(inner, record, watch, checker)
 

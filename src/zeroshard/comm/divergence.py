@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -318,16 +318,18 @@ def _cause_of_counts(own: Position, positions: Positions) -> tuple[str, str]:
         for r, p in positions.items()
         if name in p.groups
     }
-    labels: Iterable[str] = dict.fromkeys(label for count in counts.values() for label in count)
-    for label in labels:
-        times = {r: count[label] for r, count in counts.items()}
-        if len(set(times.values())) > 1:
-            each = ", ".join(f"{n} on {_names(ranks)}" for ranks, n in _by_count(times))
-            return (
-                f"ranks ran different modules, or one of them more often: of the collectives remembered, those of "
-                f"{label} are {each}",
-                f"{_SAME_FLOW}. If only the number of forwards differs, {_GENERATION}",
-            )
+    times = {
+        label: {r: count[label] for r, count in counts.items()}
+        for label in dict.fromkeys(label for count in counts.values() for label in count)
+    }
+    label = max(times, key=lambda label: max(times[label].values()) - min(times[label].values()), default="")
+    if label and len(set(times[label].values())) > 1:
+        each = ", ".join(f"{n} on {_names(ranks)}" for ranks, n in _by_count(times[label]))
+        return (
+            f"ranks ran different modules, or one of them more often: of the collectives remembered, those of "
+            f"{label} are {each}",
+            f"{_SAME_FLOW}. If only the number of forwards differs, {_GENERATION}",
+        )
     if len(entries) > 1:
         return "ranks made different numbers of forwards, backwards or steps", _TOGETHER
     return "ranks ran different modules, or the same ones in another order", _SAME_FLOW

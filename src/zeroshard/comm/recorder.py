@@ -9,6 +9,7 @@ Made by `open_collectives` for every group of several ranks.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -21,6 +22,7 @@ from zeroshard.comm.check import Checker
 from zeroshard.comm.record import GroupRecord
 from zeroshard.comm.reduction import check_reducible
 from zeroshard.comm.seam import Collectives, Work
+from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.watch import Watch
 from zeroshard.errors import CommError, DivergedError, RankLostError
 
@@ -40,6 +42,9 @@ class RecordingCollectives:
     ) -> None:
         self.inner, self.record, self.label = inner, record, label
         self._watch, self._checker = watch, checker
+        self._about = zlib.crc32(label.encode())
+        self._compared = inner if isinstance(inner, SharedMemoryCollectives) else None
+        """The seam that itself compares what collectives are about."""
 
     def labelled(self, label: str) -> RecordingCollectives:
         """The same group and record; what is launched through it is about `label`."""
@@ -56,30 +61,30 @@ class RecordingCollectives:
     def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         if self._checker is not None:
             check_shard_of("all_gather", shard, full, self.size)
-        return self._launch("all_gather", full, lambda: self.inner.all_gather(full, shard, stable=stable))
+        return self._launch("all_gather", full, lambda: self._seam().all_gather(full, shard, stable=stable))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         if self._checker is not None:
             check_shard_of("reduce_scatter", shard, full, self.size)
             check_reducible("reduce_scatter", full)
         return self._launch(
-            "reduce_scatter", full, lambda: self.inner.reduce_scatter(shard, full, average=average)
+            "reduce_scatter", full, lambda: self._seam().reduce_scatter(shard, full, average=average)
         )
 
     def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
         if self._checker is not None:
             check_flat("all_reduce", tensor)
             check_reducible("all_reduce", tensor)
-        return self._launch("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, average=average))
+        return self._launch("all_reduce", tensor, lambda: self._seam().all_reduce(tensor, average=average))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         check_flat("broadcast", tensor)
-        self._finish("broadcast", tensor, lambda: self.inner.broadcast(tensor, source))
+        self._finish("broadcast", tensor, lambda: self._seam().broadcast(tensor, source))
 
     def sum_to_host(self, values: Tensor) -> list[float]:
         check_flat("sum_to_host", values)
         sums: list[float] = []
-        self._finish("sum_to_host", values, lambda: sums.extend(self.inner.sum_to_host(values)))
+        self._finish("sum_to_host", values, lambda: sums.extend(self._seam().sum_to_host(values)))
         return sums
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,9 +95,15 @@ class RecordingCollectives:
             return
         self.record.closed = True
         try:
-            self._finish("close", torch.empty(0), self.inner.close)
+            self._finish("close", torch.empty(0), lambda: self._seam().close())
         finally:
             self._watch.remove(self.record)
+
+    def _seam(self) -> Collectives:
+        """`inner`, told what is launched next."""
+        if self._compared is not None:
+            self._compared.about = self._about
+        return self.inner
 
     def _launch(self, verb: str, tensor: Tensor, start: Callable[[], Work]) -> Work:
         """An asynchronous verb. Arguments that `start` refuses count as no launch."""

@@ -53,7 +53,7 @@ def place_of(thread: int | None = None) -> tuple[str, str]:
         code = frame.f_code
         if _is_ours(code.co_filename):
             entry = _ENTRIES.get(code.co_name, code.co_name)
-        elif not code.co_filename.startswith(_LIBRARIES):
+        elif not _is_library(frame):
             return entry, _line(frame)
         nearest = nearest or _line(frame)
     return entry, nearest  # no script: an embedded interpreter, a script that is itself installed
@@ -75,6 +75,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_ours(filename: str) -> bool:
     return filename.startswith(_PACKAGE) and not filename.startswith(_SCRIPTS)
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    generated = name == "<string>" and frame.f_globals.get("__name__") != "__main__"  # not `python -c`
+    return generated or name.startswith(_LIBRARIES)
 
 
 def _line(frame: FrameType) -> str:

@@ -183,15 +183,6 @@ class Watch:
                 return str(self.store.get(key).decode())
         return ""
 
-    def wait_for(self, key: str, seconds: float) -> str:
-        """What some rank writes under `key`; empty when it writes nothing in time."""
-        give_up = time.monotonic() + seconds
-        while not self.store.check([key]):
-            if time.monotonic() > give_up:
-                return ""
-            time.sleep(0.002)
-        return str(self.store.get(key).decode())
-
     def explain(self, record: GroupRecord, *, is_late: bool) -> str:
         """The report for an error of `record`'s group, once the others have had the time to write.
 
