@@ -50,7 +50,7 @@ def test_the_first_difference_and_the_last_match() -> None:
     positions = {0: position(0, "a", "b", "c"), 1: position(1, "a", "d", "c"), 2: position(2, "a", "b")}
     found = first_difference("gather", positions)
     assert {rank: launch.label for rank, launch in found.items()} == {0: "b", 1: "d", 2: "b"}
-    text = report(0, positions, 3)
+    text = report(0, positions, range(3))
     assert (
         "ranks 0, 2 launched all_gather of b (number 1); rank 1 launched all_gather of d (number 1)" in text
     )
@@ -76,7 +76,7 @@ def test_likely_causes() -> None:
         (None, "rank 1 died", "memory"),
     ):
         positions = {0: waiting} if other is None else {0: waiting, 1: other}
-        text = report(0, positions, 2)
+        text = report(0, positions, range(2))
         assert cause in text.split("Likely cause: ")[1].split("Cure: ")[0], text
         assert cure in text.split("Cure: ")[1], text
 
@@ -84,6 +84,6 @@ def test_likely_causes() -> None:
 def test_many_ranks_take_few_lines() -> None:
     positions = {rank: position(rank, "a") for rank in range(64)}
     positions[7] = Position(7, ended="its script has finished")
-    text = report(0, positions, 64)
+    text = report(0, positions, range(64))
     assert text.count("\n") < 8
     assert "rank 7: its script has finished" in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -179,14 +179,15 @@ def _last_match(name: str, positions: Positions) -> Launch | None:
 # ---- the report -----------------------------------------------------------------------------------------
 
 
-def report(rank: int, positions: Positions, world: int) -> str:
+def report(rank: int, positions: Positions, asked: Iterable[int]) -> str:
     """What happened, for the error of `rank`: where everybody is, the last match, the cause, the cure.
 
-    `positions` has this rank's own; ranks without one have not answered.
+    `positions` has this rank's own; of the ranks `asked`, those without one have not answered.
     """
+    asked = set(asked)
     own = positions[rank]
     lines = ["Where the ranks are:"]
-    for ranks, text in _grouped({r: _describe(positions.get(r)) for r in range(world)}):
+    for ranks, text in _grouped({r: _describe(positions.get(r)) for r in sorted(asked | positions.keys())}):
         lines.append(f"  {_names(ranks)}: {text}")
     name = own.waiting[0] if own.waiting is not None else ""
     if name in own.groups:
@@ -197,7 +198,7 @@ def report(rank: int, positions: Positions, world: int) -> str:
             lines.append(f"  The first collective that differs: {each}.")
         match = _last_match(name, positions)
         lines.append(f"  The last one that matched: {match or 'none that is remembered'}.")
-    cause, cure = _cause(rank, positions, world)
+    cause, cure = _cause(rank, positions, asked)
     lines.append(f"  Likely cause: {cause}.")
     lines.append(f"  Cure: {cure}.")
     return "\n".join(lines)
@@ -244,10 +245,10 @@ _SAME_FLOW = (
 )
 
 
-def _cause(rank: int, positions: Positions, world: int) -> tuple[str, str]:
+def _cause(rank: int, positions: Positions, asked: set[int]) -> tuple[str, str]:
     """The first of these that the positions bear out, and what to do about it."""
     own = positions[rank]
-    gone = [r for r in range(world) if r not in positions]
+    gone = sorted(asked - positions.keys())
     ended = [r for r, p in positions.items() if p.ended]
     if ended:
         if any(positions[r].ended.startswith("ended with") for r in ended):

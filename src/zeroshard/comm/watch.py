@@ -192,13 +192,15 @@ class Watch:
         self.tell(self.position())
         late = self._patience(record.timeout) + 2 * self._period(record.timeout)
         give_up = time.monotonic() + (late if is_late else _AFTER_LOSS)
+        # Who waits for each other may do so by way of other groups; a lost rank is one of this group.
+        wanted = set(range(self.world)) if is_late else set(record.ranks)
         first = found = self.positions()
         while True:
             # What a rank wrote may be old, until it has written again; the last word of one that is over is not.
             known = {r: p for r, p in found.items() if p.is_over or r not in first or p.idle != first[r].idle}
             known[self.rank] = found[self.rank]
-            if set(record.ranks) <= known.keys() or time.monotonic() > give_up:
-                return report(self.rank, known, self.world)
+            if wanted <= known.keys() or time.monotonic() > give_up:
+                return report(self.rank, known, wanted)
             time.sleep(0.05)
             found = self.positions()
 
@@ -236,7 +238,7 @@ class Watch:
 
     def _end_process(self, position: Position) -> None:
         """The main thread is beyond reach of an exception."""
-        text = report(self.rank, self.positions(), self.world)
+        text = report(self.rank, self.positions(), range(self.world))
         print(
             f"zeroshard: rank {self.rank} has waited {position.idle:.0f} s for {position.launch}, past the "
             f"time-out of its group, and ends with status {EXIT_STATUS}.\n{text}",
