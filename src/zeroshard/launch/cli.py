@@ -69,7 +69,7 @@ def run(
         bool, typer.Option("--module", "-m", help="SCRIPT is a module name, as in python -m.")
     ] = False,
 ) -> int:
-    """Run a script on N ranks of this machine."""
+    """Run a script on N ranks of this machine. One that hangs: ZEROSHARD_DEBUG=collectives says who is where."""
     ranks = None if nproc is None else _positive(nproc)
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
