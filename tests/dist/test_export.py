@@ -20,10 +20,10 @@ from zeroshard.testing.ranks import RankPool
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
         self.embed = nn.Embedding(29, 8)
-        self.body = nn.Sequential(nn.Linear(8, 40), nn.BatchNorm1d(40), nn.Linear(40, 8))
+        self.body = nn.Sequential(nn.Linear(8, 40), norm(40), nn.Linear(40, 8))
         self.body[0].bias.requires_grad_(False)
         self.head = nn.Linear(8, 29, bias=False)
         self.head.weight = self.embed.weight
@@ -127,6 +127,44 @@ def test_verify_reads_everything(saved: Saved, tmp_path: Path, capsys: pytest.Ca
     assert "rank_00001.safetensors is damaged" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="cannot be read"):
         export(open_checkpoint(damaged), tmp_path / "out")
+
+
+def save_16bit(rank: int, world: int, where: str) -> tuple[dict[str, Tensor], str]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    }
+    engine = zeroshard.initialize(model=Tied(nn.LayerNorm), config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.arange(8)).float().square().mean())
+        engine.step()
+    assert engine.save_16bit_model(where)
+    assert engine.save_16bit_model(where, "model.safetensors", exclude_frozen_parameters=True)
+    expected = {name: engine.full_fp32(p).bfloat16() for name, p in engine.module.named_parameters()}
+    try:
+        engine.save_16bit_model(where + "/model.safetensors/below")
+        told = ""
+    except CheckpointError as error:
+        told = str(error)
+    engine.close()
+    return expected, told
+
+
+def test_weights_in_16_bits_in_one_file(ranks2: RankPool, tmp_path: Path) -> None:
+    (expected, first), (_, second) = ranks2.run(save_16bit, str(tmp_path))
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    trained = load_file(tmp_path / "model.safetensors")
+    assert "body.0.bias" not in trained
+    assert torch.equal(trained["embed.weight"], expected["embed.weight"])
+    assert "could not be written" in first
+    assert "rank 0 could not go on" in second
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
 
 
 def test_bad_input(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from zeroshard.checkpoint.files import sync_directory, write_small
 from zeroshard.checkpoint.storage import Reader
 from zeroshard.checkpoint.views import PieceLoadPlanner
+from zeroshard.errors import CheckpointError
 
-__all__ = ["FORMATS", "Export", "export", "parse_size"]
+__all__ = ["FORMATS", "Export", "export", "parse_size", "write_weights"]
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "pt": ("pytorch_model", ".bin")}
 """Of each format: what Hugging Face calls its files."""
@@ -96,7 +97,7 @@ def export(
         tensors = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in part}
         _fill(reader, tensors)
         tied = {alias: name for alias, name in aliases.items() if name in tensors}
-        _write(out / file, tensors, tied, format)
+        _write(out / file, tensors, tied)
         done += sum(sizes[name] for name in part)
         if progress is not None:
             progress(done, total)
@@ -140,9 +141,23 @@ def _fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
             raise next(iter(failures.failures.values()))[0] from None
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], format: str) -> None:
+def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """One file of a state dict in which names of tied weights share one tensor. CheckpointError if that fails."""
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(value), name) for name, value in weights.items()}
+    tied = {name: original for name, original in tied.items() if name != original}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, {name: value for name, value in weights.items() if name not in tied}, tied)
+        sync_directory(path.parent)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """`tied`: other names, and those under which their tensors are."""
     fresh = path.with_name(path.name + ".new")
-    if format == "safetensors":
+    if path.suffix == ".safetensors":
         save_file(dict(tensors), fresh, metadata={"format": "pt", **tied})
     else:
         torch.save({**tensors, **{alias: tensors[name] for alias, name in tied.items()}}, fresh)

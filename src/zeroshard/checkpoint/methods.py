@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.checkpoint.export import write_weights
 from zeroshard.checkpoint.loading import load
+from zeroshard.checkpoint.together import together
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,7 @@ class Checkpoints:
     _executor: Executor
     _update: Update
     _saver: Saver
+    full_state_dict: Callable[..., dict[str, Any]]
 
     def save_checkpoint(
         self,
@@ -103,3 +107,30 @@ class Checkpoints:
             scheduler_states=load_lr_scheduler_states,
             module_only=load_module_only,
         )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights, in the dtype the model computes in, to one file. All ranks call it; rank 0 writes.
+
+        A name that ends in `.safetensors` is written as such, any other by `torch.save`; the file is replaced in
+        one step. For files of a bounded size or another dtype, save a checkpoint and use `zeroshard export`.
+        Returns True. Raises CheckpointError, on all ranks.
+        """
+        weights = self.full_state_dict()
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    weights.pop(name, None)
+
+        def write() -> None:
+            if self._states.rank == 0:
+                write_weights(Path(save_dir) / save_filename, weights)
+
+        together(self._states, "save_16bit_model", write)
+        return True
+
+    save_fp16_model = save_16bit_model
