@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.buffers import FlatBuffer
+from zeroshard.comm import Collectives
 from zeroshard.executor import Executor
 from zeroshard.gradients import GradientBuffer, ShardSlice
 from zeroshard.materialize import Groups
@@ -38,8 +39,17 @@ class States:
 
     def sum(self, numbers: Sequence[float] | torch.Tensor) -> list[float]:
         """The sum over all ranks, element by element, in float64. A collective."""
+        return self._sum(numbers, self.groups.reduce)
+
+    def ask(self, numbers: Sequence[float]) -> list[float]:
+        """The same, over the group where a rank that does not ask would come by next: it is noticed at once, and
+        not waited for."""
+        gathers = any(not buffer.layout.resident for buffer in self.buffers)
+        return self._sum(numbers, self.groups.gather if gathers else self.groups.reduce)
+
+    def _sum(self, numbers: Sequence[float] | torch.Tensor, first: Collectives) -> list[float]:
         sums: Sequence[float] | torch.Tensor = numbers
-        for group in (self.groups.reduce, self.groups.replicate):
+        for group in (first, self.groups.replicate):
             if group.size > 1:
                 sums = group.sum_to_host(torch.as_tensor(sums, dtype=torch.float64, device=self.device))
         return sums.tolist() if isinstance(sums, torch.Tensor) else list(sums)

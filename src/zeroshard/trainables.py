@@ -142,7 +142,7 @@ class Trainables:
         names = {entry.name for entry in new}
         waiting = [entry.name for entry in self._entries if entry.name not in self._hooks]
         try:
-            sums = self._sum([float(name in names) for name in waiting])
+            sums = self._states.ask([float(name in names) for name in waiting])
         except CommError as error:
             raise StateError(
                 f"parameter {new[0].name!r} ({len(new)} in all) requires grad on this rank (rank "
@@ -156,19 +156,6 @@ class Trainables:
                     f"parameter {name!r} was unfrozen on {ranks:g} of {self._states.world} ranks ({here}, on rank "
                     f"{self._states.rank}). Set requires_grad alike on all ranks, before the same forward."
                 )
-
-    def _sum(self, flags: Sequence[float]) -> Sequence[float]:
-        """Over all ranks, on the groups where a rank that does not ask would come by next: so it is noticed, not
-        waited for."""
-        groups = self._states.groups
-        gathers = any(not buffer.layout.resident for buffer in self._states.buffers)
-        sums: Any = flags
-        for group in (groups.gather if gathers else groups.reduce, groups.replicate):
-            if group.size > 1:
-                sums = group.sum_to_host(
-                    torch.as_tensor(sums, dtype=torch.float64, device=self._states.device)
-                )
-        return sums.tolist() if isinstance(sums, torch.Tensor) else list(sums)
 
     # ---- the optimizer ------------------------------------------------------------------------------
 

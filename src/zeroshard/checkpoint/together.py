@@ -24,7 +24,7 @@ def together(states: States, what: str, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    if states.sum([float(problem is not None)])[0]:
+    if states.ask([float(problem is not None)])[0]:
         texts: list[Any] = [None] * states.world
         if states.world > 1:
             dist.all_gather_object(texts, None if problem is None else f"{problem}")
