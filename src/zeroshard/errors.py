@@ -9,6 +9,7 @@
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
     │   └── RankLostError      a peer went away; names the rank
+    ├── CheckpointError        a checkpoint that cannot be written, read, or does not fit
     ├── StateError             an illegal move of a bucket or of the engine's life cycle
     └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
@@ -19,6 +20,7 @@ Asserts are kept for our own mistakes.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "ModelError",
@@ -67,6 +69,10 @@ class CommError(ZeroShardError, RuntimeError):
 
 class RankLostError(CommError):
     """A peer rank closed its end; the message names it."""
+
+
+class CheckpointError(ZeroShardError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
 
 
 class StateError(ZeroShardError, RuntimeError):

@@ -1,0 +1,74 @@
+"""DeepSpeed's universal checkpoints: a directory per parameter, with one file for the master and each state.
+
+From stages 1 and 2 a file holds {"param": tensor} in the parameter's shape, from stage 3 a flat tensor. Files are
+opened when they are read, and not kept open: there are a few of them for every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.checkpoint.deepspeed.pickles import open_value
+from zeroshard.checkpoint.deepspeed.values import Part, Value, numel, scalar, scalars
+from zeroshard.errors import CheckpointError
+
+__all__ = ["missing_steps", "universal_values"]
+
+
+def universal_values(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], *, with_optimizer: bool
+) -> dict[str, Value]:
+    """Every parameter under `directory`, which is the `zero` of a tag. `shapes`: from the model's states."""
+    values: dict[str, Value] = {}
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+        name = folder.name
+        if not (folder / "fp32.pt").is_file():
+            raise CheckpointError(
+                f"{folder / 'fp32.pt'} is missing: the conversion to a universal checkpoint did not finish, or was "
+                f"copied in part. Convert or copy it again."
+            )
+        for file in sorted(folder.glob("*.pt")):
+            if file.stem == "fp32":
+                values[f"model/{name}"] = _value(file, shapes.get(name))
+            elif with_optimizer:
+                values[f"optimizer/{file.stem}/{name}"] = _value(file, shapes.get(name))
+    return values
+
+
+def _value(file: Path, shape: tuple[int, ...] | None) -> Value:
+    stored = _stored(file)
+    if not isinstance(stored, Tensor) or not stored.dim():
+        return scalar(stored)
+    if shape is None or (stored.dim() > 1 and stored.numel() != numel(shape)):
+        shape = tuple(
+            stored.shape
+        )  # the parts of tensor parallelism together, or a vocabulary without its padding
+    if stored.numel() != numel(shape):
+        raise CheckpointError(
+            f"{file} has {stored.numel()} elements, and the parameter has shape {shape} in the model's states. The "
+            f"files are of different runs: convert the checkpoint again."
+        )
+    return Value(shape, stored.dtype, (Part(0, stored.numel(), lambda: _stored(file).reshape(-1)),))
+
+
+def _stored(file: Path) -> Any:
+    loaded = open_value(file)
+    return loaded["param"] if isinstance(loaded, dict) else loaded
+
+
+def missing_steps(
+    values: dict[str, Value], state: Mapping[str, Any], shapes: list[Mapping[str, Any]]
+) -> dict[str, Value]:
+    """Numbers such as `step`, which a conversion from stage 3 leaves in the state of rank 0's groups."""
+    groups = (state.get("optimizer_state_dict") or {}).get("state", {})
+    return {
+        f"optimizer/{key}/{name}": value
+        for index, members in enumerate(shapes)
+        for key, value in scalars(groups.get(index, {})).items()
+        for name in members
+        if f"optimizer/{key}/{name}" not in values
+    }
