@@ -18,10 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "FlatPiece", "boxes"]
+__all__ = ["Box", "FlatPiece", "PieceLoadPlanner", "PieceSavePlanner", "boxes"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes)."""
@@ -61,7 +67,7 @@ class FlatPiece:
 
     def __init__(self, shape: Sequence[int], start: int, values: Tensor) -> None:
         self.values = values.detach()
-        self._shape = torch.Size(shape)
+        self._shape, self._start = torch.Size(shape), start
         self._boxes = boxes(shape, start, start + values.numel())
         self._at: dict[torch.Size, tuple[int, int]] = {}
         """Of each box, by its offsets: where its elements begin in `values`, and its place in the list."""
@@ -69,6 +75,10 @@ class FlatPiece:
         for place, (offsets, sizes) in enumerate(self._boxes):
             self._at[torch.Size(offsets)] = position, place
             position += math.prod(sizes)
+
+    def on_host(self) -> FlatPiece:
+        """A copy in host memory."""
+        return FlatPiece(self._shape, self._start, self.values.to("cpu", copy=True))
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""
@@ -96,3 +106,31 @@ class FlatPiece:
         position, place = self._at[index.offset]
         sizes = self._boxes[place][1]
         return self.values[position : position + math.prod(sizes)].view(sizes)
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """DCP's planner for a flat dict of tensors, `FlatPiece`s, and plain values."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else found
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """The same for loading, of tensors and `FlatPiece`s only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        tensor: Tensor = found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else found
+        return tensor

@@ -179,9 +179,10 @@ def _universal(files: Files, with_optimizer: bool) -> Contents:
         models = [open_states(share) for share in _need_shares(files, world)]
     groups = models[0]["param_shapes"] or []
     shapes = {name: tuple(shape) for members in groups for name, shape in members.items()}
-    shapes |= {name: tuple(shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
     values = _untrained(models, stage)
-    values |= universal_values(zero, shapes, with_optimizer=with_optimizer)
+    # Everything else in the module is there as well, but as fp32: also integer buffers.
+    known = {key.removeprefix("model/") for key in values if models[0]["mp_world_size"] == 1} - set(shapes)
+    values |= universal_values(zero, shapes, skip=known, with_optimizer=with_optimizer)
     values |= missing_steps(values, state, groups)
     named = _named_groups({"param_groups": state["param_groups"]}, state, groups)
     scaler = vars(state["loss_scaler"]) if "loss_scaler" in state else {}

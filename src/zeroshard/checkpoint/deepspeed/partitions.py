@@ -57,6 +57,8 @@ def runs_of_stages_1_and_2(
     world = len(sizes)
     for group, members in enumerate(shapes):
         between = padding[group] if padding is not None else [0] * len(members)
+        if len(between) != len(members):
+            raise _leftover(f"group {group}", "parameters", len(members), len(between), paths)
         bounds = [0]
         for rank in range(world):
             bounds.append(bounds[-1] + sizes[rank][group])
@@ -72,7 +74,7 @@ def runs_of_stages_1_and_2(
         # What is cut off at the end has changed over releases; it is less than this.
         align = 2 * world
         if math.ceil(at / align) != math.ceil(bounds[-1] / align):
-            raise _leftover(group, at, bounds[-1], paths)
+            raise _leftover(f"group {group}", "elements", at, bounds[-1], paths)
     return runs
 
 
@@ -93,17 +95,17 @@ def runs_of_stage_3(shapes: Shapes, sizes: Sequence[Sequence[int]], paths: Seque
             at += share
         for rank in range(world):
             if sizes[rank][group] != at:
-                raise _leftover(group, at, sizes[rank][group], [paths[rank]])
+                raise _leftover(f"sub-group {group}", "elements", at, sizes[rank][group], [paths[rank]])
     return runs
 
 
-def _leftover(group: int, expected: int, found: int, paths: Sequence[Path]) -> CheckpointError:
+def _leftover(group: str, unit: str, expected: int, found: int, paths: Sequence[Path]) -> CheckpointError:
     hint = ""
     if not found:
         hint = " (the states of an optimizer on NVMe are elsewhere: save with the optimizer on the CPU or device)"
     where = f"{paths[0]} and on" if len(paths) > 1 else str(paths[0])
     return CheckpointError(
-        f"group {group} of the optimizer has {found} elements in {where}, and the parameters that the model's "
+        f"{group} of the optimizer has {found} {unit} in {where}, and the parameters that the model's "
         f"states name take {expected}{hint}. The files are of different runs: copy the checkpoint again. If "
         f"DeepSpeed lays them out in another way in the release that wrote them, {CONVERT}."
     )

@@ -6,7 +6,7 @@ opened when they are read, and not kept open: there are a few of them for every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ __all__ = ["missing_steps", "universal_values"]
 
 
 def universal_values(
-    directory: Path, shapes: Mapping[str, tuple[int, ...]], *, with_optimizer: bool
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], *, skip: Collection[str], with_optimizer: bool
 ) -> dict[str, Value]:
-    """Every parameter under `directory`, which is the `zero` of a tag. `shapes`: from the model's states."""
+    """Every parameter under `directory`, which is the `zero` of a tag, but `skip`.
+
+    `shapes`: as the model's states have them.
+    """
     values: dict[str, Value] = {}
-    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name not in skip):
         name = folder.name
         if not (folder / "fp32.pt").is_file():
             raise CheckpointError(

@@ -65,11 +65,14 @@ def numel(shape: Sequence[int]) -> int:
 
 
 def add_steps(values: dict[str, Value], groups: Iterable[dict[str, Any]]) -> None:
-    """Optimizers that count their steps in the parameter group (FusedAdam): a state of each parameter, here."""
+    """Of optimizers that count their steps in the parameter group: a state of each parameter, here.
+
+    FusedAdam has a `step` in both, and moves that of the state only.
+    """
     for group in groups:
         step = group.pop("step", None)
-        if step is not None:
-            values.update({f"optimizer/step/{name}": scalar(step) for name in group["params"]})
+        for name in group["params"] if step is not None else ():
+            values.setdefault(f"optimizer/step/{name}", scalar(step))
 
 
 def add_aliases(values: dict[str, Value], aliases: Mapping[str, str]) -> None:
@@ -81,4 +84,4 @@ def add_aliases(values: dict[str, Value], aliases: Mapping[str, str]) -> None:
         depth = 1 if key.startswith("model/") else 2
         *prefix, name = key.split("/", depth)
         for alias in others.get(name, ()):
-            values.setdefault("/".join([*prefix, alias]), value)
+            values["/".join([*prefix, alias])] = value

@@ -24,7 +24,7 @@ Order = Sequence[Sequence[str]]
 
 
 def module_values(states: Mapping[str, Any], *, placeholders: bool = False) -> dict[str, Value]:
-    """Parameters and buffers as in the module's state dict. `placeholders`: empty ones stand for values elsewhere."""
+    """Parameters and buffers of the module's state dict. `placeholders`: empty ones stand for what is elsewhere."""
     buffers = set(states["buffer_names"])
     return {
         f"model/{name}": whole(tensor)
