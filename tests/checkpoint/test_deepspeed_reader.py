@@ -328,7 +328,7 @@ def test_directories_that_are_not_there(copy_of: Callable[[str], Path], tmp_path
         ("stage3_bf16", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
         ("universal3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
         ("universal2", "zero/optimizer_state.pt"),
-        ("universal2", "zero/up.weight/fp32.pt"),
+        ("universal3", "zero/up.weight/fp32.pt"),
     ],
 )
 def test_a_missing_file_is_named(case: str, name: str, copy_of: Callable[[str], Path]) -> None:
@@ -341,7 +341,7 @@ def test_stage_3_without_its_optimizer_has_no_weights(copy_of: Callable[[str], P
     directory = copy_of("stage3_fp16")
     for path in (directory / "step3").glob("*optim_states.pt"):
         path.unlink()
-    refused(directory, "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing", "stage 3 keeps the weights")
+    refused(directory, "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing", "stage 3 has the weights")
 
 
 def test_a_file_of_another_run_is_named(copy_of: Callable[[str], Path]) -> None:
@@ -394,6 +394,44 @@ def test_layouts_that_are_not_read(copy_of: Callable[[str], Path]) -> None:
     refused(directory, str(tag), "not laid out as DeepSpeed")
     torch.save([1, 2], tag / "mp_rank_00_model_states.pt")
     refused(directory, "mp_rank_00_model_states.pt holds a list")
+
+
+def test_experts_and_states_on_nvme(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("stage2_fp16")
+    first = directory / "step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+    def experts(states: Any) -> Any:
+        states["optimizer_state_dict"]["partition_count"] = [3, 1]
+        return states
+
+    rewrite(first, experts)
+    refused(directory, first.name, "[3, 1] ranks", "experts")
+
+    directory = copy_of("stage3_fp16")
+
+    def elsewhere(states: Any) -> Any:
+        states["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0)] * 2
+        return states
+
+    for path in (directory / "step3").glob("*optim_states.pt"):
+        rewrite(path, elsewhere)
+    refused(directory, "0 elements", "NVMe")
+
+
+def test_parameters_that_the_conversion_mixed_up(copy_of: Callable[[str], Path]) -> None:
+    """As ds_to_universal does with round-robin order (checked with 0.19.8)."""
+    directory = copy_of("universal2")
+    zero = directory / "step3_universal" / "zero"
+    (zero / "norm.weight").rename(zero / "swap")
+    (zero / "norm.bias").rename(zero / "norm.weight")
+    (zero / "swap").rename(zero / "norm.bias")
+
+    def round_robin(states: Any) -> Any:
+        states["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+        return states
+
+    rewrite(zero.parent / "mp_rank_00_model_states.pt", round_robin)
+    refused(directory, "fp32.pt is not the weight", "round_robin_gradients", "instead")
 
 
 # Stage 0: names

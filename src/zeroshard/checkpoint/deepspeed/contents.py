@@ -15,7 +15,7 @@ from zeroshard.checkpoint.deepspeed.partitions import (
     runs_of_stages_1_and_2,
 )
 from zeroshard.checkpoint.deepspeed.pickles import open_states
-from zeroshard.checkpoint.deepspeed.universal import missing_steps, universal_values
+from zeroshard.checkpoint.deepspeed.universal import check_order, missing_steps, universal_values
 from zeroshard.checkpoint.deepspeed.values import Value, add_aliases, add_steps
 from zeroshard.checkpoint.deepspeed.whole import Order, module_values, optimizer_values, shared_names
 from zeroshard.errors import CheckpointError
@@ -82,6 +82,11 @@ def _partitions(files: Files, with_optimizer: bool) -> Contents:
     first = open_states(of_rank[min(of_rank)])["optimizer_state_dict"]
     counts = first["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else counts
+    if isinstance(counts, (list, tuple)) and min(counts) != world:
+        raise CheckpointError(
+            f"{of_rank[min(of_rank)]} has groups of parameters that are cut over {counts} ranks: it is of a run "
+            f"with experts, which is not read. First {CONVERT}."
+        )
     paths = need_ranks(of_rank, world)
     opened = [open_states(path)["optimizer_state_dict"] for path in paths]
     stage = int(first.get("zero_stage", (config.get("zero_optimization") or {}).get("stage", 1)))
@@ -139,9 +144,9 @@ def _need_shares(files: Files, world: int) -> list[Path]:
 
 def _untrained(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Value]:
     """Buffers and frozen parameters, and the 16-bit values of trained ones where they are whole."""
-    return module_values(models[0], placeholders=stage == 3) | (
-        frozen_of_stage_3(models) if stage == 3 else {}
-    )
+    if stage == 3:
+        return module_values(models[0], placeholders=True) | frozen_of_stage_3(models)
+    return module_values(models[0])
 
 
 def _whole(files: Files, with_optimizer: bool, order: Order | None) -> Contents:
@@ -149,9 +154,7 @@ def _whole(files: Files, with_optimizer: bool, order: Order | None) -> Contents:
     if files.whole is None:
         path = files.shares[min(files.shares)]
         optimizer = path.with_name(path.name.replace("model", "optim"))
-        raise missing(
-            optimizer, "stage 3 keeps the weights in the optimizer's files (maybe with a prefix bf16_)"
-        )
+        raise missing(optimizer, "stage 3 has the weights in the optimizer's files (perhaps bf16_*)")
     states = open_states(files.whole)
     values = module_values(states)
     groups: list[dict[str, Any]] = []
@@ -170,19 +173,22 @@ def _whole(files: Files, with_optimizer: bool, order: Order | None) -> Contents:
 
 def _universal(files: Files, with_optimizer: bool) -> Contents:
     zero = files.directory / "zero"
-    path = files.whole or files.shares[min(files.shares)]
-    models = [open_states(path)]
     state = open_states(zero / "optimizer_state.pt")
-    stage = int(state.get("zero_stage", 1))
+    stage = int(state.get("zero_stage", 1))  # BF16_Optimizer, which does not say, is stage 1
+    if stage == 3:
+        models = [open_states(path) for path in _need_shares(files, state["partition_count"])]
+    else:
+        models = [open_states(_need_whole(files))]
     world = models[0]["dp_world_size"]
-    if stage == 3 and models[0].get("frozen_param_shapes"):
-        models = [open_states(share) for share in _need_shares(files, world)]
     groups = models[0]["param_shapes"] or []
     shapes = {name: tuple(shape) for members in groups for name, shape in members.items()}
     values = _untrained(models, stage)
     # Everything else in the module is there as well, but as fp32: also integer buffers.
     known = {key.removeprefix("model/") for key in values if models[0]["mp_world_size"] == 1} - set(shapes)
-    values |= universal_values(zero, shapes, skip=known, with_optimizer=with_optimizer)
+    found = universal_values(zero, shapes, skip=known, with_optimizer=with_optimizer)
+    if ((models[0].get("ds_config") or {}).get("zero_optimization") or {}).get("round_robin_gradients"):
+        check_order(zero, found, values)
+    values |= found
     values |= missing_steps(values, state, groups)
     named = _named_groups({"param_groups": state["param_groups"]}, state, groups)
     scaler = vars(state["loss_scaler"]) if "loss_scaler" in state else {}

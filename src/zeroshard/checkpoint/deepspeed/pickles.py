@@ -24,6 +24,9 @@ __all__ = ["Kept", "open_states", "open_value"]
 class Kept:
     """Stands for an object of a DeepSpeed class: the attributes it was saved with."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
 
 _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Kept, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),

@@ -10,13 +10,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.deepspeed.files import missing
 from zeroshard.checkpoint.deepspeed.pickles import open_value
-from zeroshard.checkpoint.deepspeed.values import Part, Value, numel, scalar, scalars
+from zeroshard.checkpoint.deepspeed.values import SAMPLE, Part, Value, numel, scalar, scalars
 from zeroshard.errors import CheckpointError
 
-__all__ = ["missing_steps", "universal_values"]
+__all__ = ["check_order", "missing_steps", "universal_values"]
 
 
 def universal_values(
@@ -26,14 +28,12 @@ def universal_values(
 
     `shapes`: as the model's states have them.
     """
+    for name in shapes:
+        if not (directory / name / "fp32.pt").is_file():
+            raise missing(directory / name / "fp32.pt", "the conversion or a copy of it did not finish")
     values: dict[str, Value] = {}
     for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name not in skip):
         name = folder.name
-        if not (folder / "fp32.pt").is_file():
-            raise CheckpointError(
-                f"{folder / 'fp32.pt'} is missing: the conversion to a universal checkpoint did not finish, or was "
-                f"copied in part. Convert or copy it again."
-            )
         for file in sorted(folder.glob("*.pt")):
             if file.stem == "fp32":
                 values[f"model/{name}"] = _value(file, shapes.get(name))
@@ -47,9 +47,8 @@ def _value(file: Path, shape: tuple[int, ...] | None) -> Value:
     if not isinstance(stored, Tensor) or not stored.dim():
         return scalar(stored)
     if shape is None or (stored.dim() > 1 and stored.numel() != numel(shape)):
-        shape = tuple(
-            stored.shape
-        )  # the parts of tensor parallelism together, or a vocabulary without its padding
+        # The parts of tensor parallelism together, or a vocabulary without its padding.
+        shape = tuple(stored.shape)
     if stored.numel() != numel(shape):
         raise CheckpointError(
             f"{file} has {stored.numel()} elements, and the parameter has shape {shape} in the model's states. The "
@@ -75,3 +74,21 @@ def missing_steps(
         for name in members
         if f"optimizer/{key}/{name}" not in values
     }
+
+
+def check_order(directory: Path, values: Mapping[str, Value], weights: Mapping[str, Value]) -> None:
+    """Compare masters with the weights of the model's states. Raises CheckpointError when they are not the same.
+
+    The conversion (0.19.8) takes the parameters of a run with round_robin_gradients in another order than theirs.
+    """
+    for key, master in values.items():
+        weight = weights.get(key)
+        if weight is None or weight.shape != master.shape:
+            continue
+        some = weight.parts[0].read()[:SAMPLE]
+        if not torch.equal(master.parts[0].read()[:SAMPLE].to(some.dtype), some):
+            raise CheckpointError(
+                f"{directory / key.removeprefix('model/') / 'fp32.pt'} is not the weight that is in the model's "
+                f"states: DeepSpeed's conversion to a universal checkpoint mixes up the parameters of a run with "
+                f"round_robin_gradients. Read the checkpoint that was converted instead."
+            )

@@ -11,7 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "Value", "add_aliases", "add_steps", "from_parts", "numel", "scalar", "scalars", "whole"]
+__all__ = [
+    "SAMPLE",
+    "Part",
+    "Value",
+    "add_aliases",
+    "add_steps",
+    "from_parts",
+    "numel",
+    "scalar",
+    "scalars",
+    "whole",
+]
+
+SAMPLE = 1024
+"""Elements of a tensor that are compared where two should be the same, so that large ones are not read twice."""
 
 
 @dataclass(frozen=True)

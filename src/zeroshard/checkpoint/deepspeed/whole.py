@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.deepspeed.order import Group, assign
-from zeroshard.checkpoint.deepspeed.values import Value, from_parts, numel, scalars, whole
+from zeroshard.checkpoint.deepspeed.values import SAMPLE, Value, from_parts, numel, scalars, whole
 from zeroshard.errors import CheckpointError
 
 __all__ = ["Order", "module_values", "optimizer_values", "shared_names"]
@@ -147,16 +147,20 @@ def _told_apart(
 
 
 def _values_fit(master: Tensor, weights: Mapping[str, Tensor]) -> Any:
+    # A sample will do: where one order only passes a loose test it is the right one, since that passes any.
     def fits(at: int, name: str) -> bool:
-        weight = weights[name]
-        return torch.equal(master[at : at + weight.numel()].to(weight.dtype), weight.reshape(-1))
+        weight = weights[name].reshape(-1)[:SAMPLE]
+        return torch.equal(master[at : at + weight.numel()].to(weight.dtype), weight)
 
     return fits
 
 
 def _value_fits(masters: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Any:
     def fits(at: int, name: str) -> bool:
-        return torch.equal(masters[at].to(weights[name].dtype), weights[name])
+        if masters[at].shape != weights[name].shape:
+            return False
+        weight = weights[name].reshape(-1)[:SAMPLE]
+        return torch.equal(masters[at].reshape(-1)[:SAMPLE].to(weight.dtype), weight)
 
     return fits
 
