@@ -91,6 +91,17 @@ def test_everything_is_what_deepspeed_had(case: str) -> None:
         assert torch.equal(found[alias], found[alias.replace("head", "embedding")])
 
 
+def test_the_boxes_of_a_tensor_have_each_element_once() -> None:
+    for case in CASES:
+        for key, tensor in DeepSpeedReader(DATA / case).read_metadata().state_dict_metadata.items():
+            hits = torch.zeros(tensor.size)
+            for chunk in tensor.chunks:
+                stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+                assert all(stop <= size for stop, size in zip(stops, tensor.size, strict=True)), key
+                hits[tuple(map(slice, chunk.offsets, stops))] += 1
+            assert (hits == 1).all(), key
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if "16" in case and not case.startswith("stage3")])
 def test_the_masters_round_to_the_weights_that_were_trained(case: str) -> None:
     """Which says that names and places belong together, without the way in which the truth was recorded."""
