@@ -64,6 +64,7 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "buffer_count": 9}}},
         {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
         {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"zero_optimization": {"zero_hpz_partition_size": 0, "mics_shard_size": 0}},
         {"sequence_parallel_size": 1},
         {"aio": {"block_size": 4096}},
         {"comet": {"enabled": False, "project": "runs"}},
@@ -71,7 +72,13 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"elasticity": {"enabled": False}},
         {"amp": {"enabled": False, "opt_level": "O1"}},
         {"compression_training": {}},
-        {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
+        {
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "cpu_checkpointing": True,
+                "profile": True,
+            }
+        },
         {"timers": {"throughput": {"enabled": False}}},
         {"wall_clock_breakdown": False, "steps_per_print": 10},
         {"optimizer": {"type": "AdamW", "params": {"bias_correction": True, "torch_adam": True}}},
@@ -101,13 +108,10 @@ def test_neutral_values_ask_for_nothing(config: dict[str, Any]) -> None:
 NOT_YET = {
     "fp16.fp16_master_weights_and_grads": True,
     "disable_python_gc": True,
-    "activation_checkpointing.cpu_checkpointing": True,
     "checkpoint.load_universal": True,
     "checkpoint.writer": {},
     "zero_optimization.zenflow": {},
-    "zero_optimization.zero_hpz_partition_size": 2,
     "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.mics_shard_size": 2,
     "comet.enabled": True,
     "flops_profiler.enabled": True,
     "comms_logger.enabled": True,
@@ -265,6 +269,18 @@ def test_no_effect_parameters_of_the_optimizer() -> None:
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             ("offload_optimizer.device", "stage 1"),
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "mics_shard_size": 4}},
+            (
+                "zero_optimization.mics_shard_size = 4",
+                "needs zero_optimization.stage 1 or more",
+                "set stage to 1",
+            ),
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}},
+            ("zero_optimization.zero_hpz_partition_size = 8", "the stage is 2", "set stage to 3"),
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
