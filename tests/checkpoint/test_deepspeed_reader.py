@@ -552,3 +552,28 @@ def test_partitions_of_any_shapes_are_put_together(world: int) -> None:
 
 def sizes_of(partitions: list[list[Tensor]]) -> list[list[int]]:
     return [[part.numel() for part in rank] for rank in partitions]
+
+
+def test_partitions_that_are_too_short(copy_of: Callable[[str], Path]) -> None:
+    shapes, paths = [{"a": (5,), "b": (2, 5)}], [Path("rank0"), Path("rank1")]
+    with pytest.raises(
+        CheckpointError, match=r"group 0 of the optimizer has 14 elements in rank0 and on.* take 15"
+    ):
+        runs_of_stages_1_and_2(shapes, [[8], [6]], None, paths)
+    assert runs_of_stages_1_and_2(shapes, [[8], [8]], None, paths)["b"][1].count == 7
+    for case, key, what in [
+        ("stage2_fp16", "zero_pp_rank_2_mp_rank_00_optim_states.pt", "exp_avg"),
+        ("stage3_bf16", "zero_pp_rank_1_mp_rank_00_model_states.pt", "frozen.weight"),
+    ]:
+        directory = copy_of(case)
+
+        def shorten(states: Any, what: str = what) -> Any:
+            if what == "exp_avg":
+                inner = states["optimizer_state_dict"]["base_optimizer_state"]["state"]
+                inner[0][what] = inner[0][what][:3]
+            else:
+                states["frozen_param_fragments"][what] = torch.zeros(3)
+            return states
+
+        rewrite(directory / "step3" / key, shorten)
+        refused(directory, str(directory / "step3"), "a tensor of 3 elements where")

@@ -209,12 +209,14 @@ def _finish(
     if not with_optimizer:
         values = {key: value for key, value in values.items() if key.startswith("model/")}
         groups = []
-    config = model.get("ds_config")
+    config = model.get("ds_config") or {}
     extras = {
         "global_steps": model["global_steps"],
         "skipped_steps": model["skipped_steps"],
-        "global_samples": model.get("global_samples", 0),
-        "loss_scale": _loss_scale(scaler, config if isinstance(config, dict) else {}),
+        "global_samples": model.get(
+            "global_samples", model["global_steps"] * config.get("train_batch_size", 0)
+        ),
+        "loss_scale": _loss_scale(scaler, config),
         "lr_scheduler": model.get("lr_scheduler"),
         "client_state": {key: value for key, value in model.items() if key not in _CONSUMED},
         "param_groups": groups,

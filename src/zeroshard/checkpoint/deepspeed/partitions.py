@@ -73,7 +73,7 @@ def runs_of_stages_1_and_2(
             at += count + space
         # What is cut off at the end has changed over releases; it is less than this.
         align = 2 * world
-        if math.ceil(at / align) != math.ceil(bounds[-1] / align):
+        if bounds[-1] < at or math.ceil(at / align) != math.ceil(bounds[-1] / align):
             raise _leftover(f"group {group}", "elements", at, bounds[-1], paths)
     return runs
 
@@ -120,13 +120,14 @@ def partitioned(
     """The model's trained parameters and the optimizer's state. `masters` and `states`: by rank, then by group."""
     values: dict[str, Value] = {}
     for group, members in enumerate(shapes):
+        flat = {"model": [rank[group] for rank in masters]}
+        for key in _flat_keys(states[0][group], masters[0][group]):
+            flat[f"optimizer/{key}"] = [rank[group][key] for rank in states]
+        single = {f"optimizer/{key}": value for key, value in scalars(states[0][group]).items()}
         for name, shape in members.items():
-            values[f"model/{name}"] = from_parts(shape, _slices(runs[name], masters))
-            for key in _flat_keys(states[0][group], masters[0][group]):
-                flat = [[state.get(key) for state in rank] for rank in states]
-                values[f"optimizer/{key}/{name}"] = from_parts(shape, _slices(runs[name], flat))
-            for key, value in scalars(states[0][group]).items():
-                values[f"optimizer/{key}/{name}"] = value
+            for kind, by_rank in flat.items():
+                values[f"{kind}/{name}"] = from_parts(shape, _slices(runs[name], by_rank))
+            values.update({f"{kind}/{name}": value for kind, value in single.items()})
     return values
 
 
@@ -134,9 +135,16 @@ def _flat_keys(state: Mapping[str, Any], master: Tensor) -> list[str]:
     return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() and v.numel() >= master.numel()]
 
 
-def _slices(runs: list[Run], flat: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Tensor]]:
+def _slices(runs: list[Run], by_rank: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Of the flat tensors of one group."""
     for run in runs:
-        yield run.start, flat[run.rank][run.group].reshape(-1)[run.begin : run.begin + run.count]
+        yield run.start, _cut(by_rank[run.rank], run.begin, run.count)
+
+
+def _cut(tensor: Tensor, begin: int, count: int) -> Tensor:
+    if tensor.numel() < begin + count:
+        raise ValueError(f"a tensor of {tensor.numel()} elements where {begin + count} or more belong")
+    return tensor.reshape(-1)[begin : begin + count]
 
 
 def frozen_of_stage_3(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Value]:
@@ -147,6 +155,6 @@ def frozen_of_stage_3(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Value]:
         slices = []
         for rank, states in enumerate(ranks):
             count = max(0, min(share, numel(shape) - rank * share))
-            slices.append((rank * share, states["frozen_param_fragments"][name].reshape(-1)[:count]))
+            slices.append((rank * share, _cut(states["frozen_param_fragments"][name], 0, count)))
         found[f"model/{name}"] = from_parts(shape, slices)
     return found
