@@ -100,7 +100,7 @@ def test_inspect_tells_the_run_and_every_tensor(saved: Saved, capsys: pytest.Cap
     where, weights = saved
     assert main(["inspect", str(where), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["world_size"], told["zero_stage"]) == (2, 2, 3)
+    assert (told["global_steps"], told["world_size"], told["zero_stage"]) == (2, 2, 3)
     assert told["config"]["optimizer"]["type"] == "Adam"
     assert told["tied"] == {"head.weight": "embed.weight"}
     shapes = {row["name"]: row["shape"] for row in told["tensors"]}

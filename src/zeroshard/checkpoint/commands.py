@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zeroshard.checkpoint.export import FORMATS, parse_size
 from zeroshard.checkpoint.export import export as export_weights
-from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.checkpoint.opening import open_checkpoint, tensors_of
+from zeroshard.checkpoint.storage import Reader
 from zeroshard.console import show_table
+from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name
 
 __all__ = ["export", "inspect", "verify"]
@@ -25,6 +27,16 @@ _Checkpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or the directory of checkpoints: then what `latest` names.")
 ]
 _Tag = Annotated[str | None, typer.Option(help="Which checkpoint of the directory.")]
+_ABOUT = (
+    "global_steps",
+    "skipped_steps",
+    "world_size",
+    "zero_stage",
+    "time",
+    "zeroshard",
+    "torch",
+    "version",
+)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
 
 
@@ -57,23 +69,19 @@ def _inspect(
 ) -> None:
     """List what is in a checkpoint: the run that wrote it, and every tensor's name, dtype, shape and size."""
     reader = open_checkpoint(checkpoint, tag)
-    extras = reader.extras()
-    tensors = {
-        name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    tensors, extras = tensors_of(reader), reader.extras()
     rows = [
         (name, dtype_name(entry.properties.dtype), str(tuple(entry.size)), _nbytes(entry))
         for name, entry in tensors.items()
     ]
+    config = extras["config"]
     about = {
         "checkpoint": str(reader.directory),
-        **{key: extras[key] for key in ("step", "world_size", "zero_stage", "time", "zeroshard", "torch")},
-        "skipped_steps": extras["skipped_steps"],
+        "format": "zeroshard" if isinstance(reader, Reader) else "DeepSpeed",
+        **{key: extras[key] for key in _ABOUT if key in extras},
         "client_state": sorted(extras["client_state"]),
         "tied": extras["aliases"],
-        "config": json.loads(extras["config"]),
+        "config": json.loads(config) if isinstance(config, str) else config,
     }
     if as_json:
         listed = [dict(zip(("name", "dtype", "shape", "bytes"), row, strict=True)) for row in rows]
@@ -92,6 +100,10 @@ def _nbytes(entry: TensorStorageMetadata) -> int:
 def _verify(checkpoint: _Checkpoint, tag: _Tag = None) -> None:
     """Read every byte of a checkpoint and compare it with the checksums taken when it was written."""
     reader = open_checkpoint(checkpoint, tag)
+    if not isinstance(reader, Reader):
+        raise CheckpointError(
+            f"{reader.directory} was written by DeepSpeed, which takes no checksums: nothing can be compared"
+        )
     nbytes = reader.verify()
     print(f"{reader.directory}: {len(reader.index.files)} files, {nbytes:,} bytes, all as they were written")
 

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zeroshard.checkpoint.files import sync_directory, write_small
-from zeroshard.checkpoint.storage import Reader
+from zeroshard.checkpoint.opening import CheckpointReader, tensors_of
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.errors import CheckpointError
 
@@ -50,7 +49,7 @@ def parse_size(text: str) -> int:
 
 
 def export(
-    reader: Reader,
+    reader: CheckpointReader,
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = torch.float32,
@@ -75,13 +74,14 @@ def export(
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    extras = reader.extras()
+    tensors, extras = tensors_of(reader), reader.extras()
+    aliases: dict[str, str] = extras["aliases"]
     saved = {
         name.removeprefix("model/"): tensor
-        for name, tensor in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model/") and isinstance(tensor, TensorStorageMetadata)
+        for name, tensor in tensors.items()
+        if name.startswith("model/") and name.removeprefix("model/") not in aliases
     }
-    kept = set(extras.get("buffers", ()))
+    kept = set(extras["buffers"])
     dtypes = {
         name: dtype
         if dtype is not None and name not in kept and tensor.properties.dtype.is_floating_point
@@ -91,13 +91,12 @@ def export(
     sizes = {name: math.prod(tensor.size) * dtypes[name].itemsize for name, tensor in saved.items()}
     parts = list(_parts(sizes, max_shard_size))
     names = _file_names(format, len(parts))
-    aliases = {alias: name for alias, name in extras.get("aliases", {}).items() if name in saved}
+    aliases = {alias: name for alias, name in aliases.items() if name in saved}
     done, total = 0, sum(sizes.values())
     for file, part in zip(names, parts, strict=True):
-        tensors = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in part}
-        _fill(reader, tensors)
-        tied = {alias: name for alias, name in aliases.items() if name in tensors}
-        _write(out / file, tensors, tied)
+        whole = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in part}
+        _fill(reader, whole)
+        _write(out / file, whole, {alias: name for alias, name in aliases.items() if name in whole})
         done += sum(sizes[name] for name in part)
         if progress is not None:
             progress(done, total)
@@ -131,7 +130,7 @@ def _file_names(format: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
 
 
-def _fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+def _fill(reader: CheckpointReader, tensors: Mapping[str, Tensor]) -> None:
     targets: dict[str, Any] = {f"model/{name}": tensor for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -128,10 +128,12 @@ def set_random_state(engine: Checkpoints, state: Mapping[str, Any]) -> None:
 def restore_extras(engine: Checkpoints, extras: Mapping[str, Any], scheduler_states: bool) -> None:
     """Counters, loss scale, scheduler, loader."""
     engine._update.set_counters(extras)
-    engine._update.loss_scale.load_state_dict(extras["loss_scale"])
-    engine.global_samples, engine.micro_steps = extras["global_samples"], extras["micro_steps"]
+    if extras["loss_scale"]:
+        engine._update.loss_scale.load_state_dict(extras["loss_scale"])
+    engine.global_samples = extras["global_samples"]
+    engine.micro_steps = extras.get("micro_steps", 0)  # what follows is not in DeepSpeed's
     if scheduler_states and engine.lr_scheduler is not None and extras["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
     loader = engine.training_dataloader
-    if extras["loader"] is not None and hasattr(loader, "load_state_dict"):
+    if extras.get("loader") is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(extras["loader"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import warnings
@@ -11,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zeroshard.checkpoint.contents import Targets, group_options, model_names, targets_of
+from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
+from zeroshard.checkpoint.opening import CheckpointReader, open_checkpoint, tensors_of
 from zeroshard.checkpoint.storage import Reader
 from zeroshard.checkpoint.together import together
 from zeroshard.checkpoint.views import PieceLoadPlanner
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 log = logging.getLogger("zeroshard")
+
+_KERNELS = ("fused", "foreach", "capturable")
+"""Options of a group that say how, not what: those of this run stay."""
 
 
 def load(
@@ -43,8 +48,14 @@ def load(
     """See `Engine.load_checkpoint`."""
     states = engine._states
     saves = Saves(directory)
-    tag = tag if tag is not None else saves.latest()
-    if together(states, "load_checkpoint", lambda: tag is None):
+    missing = tag is None and saves.latest() is None and not is_deepspeed(directory)
+    without = states.ask([float(missing)])[0]
+    if 0 < without < states.world:
+        raise CheckpointError(
+            f"{saves.directory}/latest is there for {states.world - without:g} of {states.world} ranks "
+            f"({'not ' if missing else ''}for rank {states.rank}): all ranks must see one directory"
+        )
+    if without:
         if states.rank == 0:
             there = ", ".join(saves.tags()) or "no checkpoint either"
             log.warning(
@@ -53,14 +64,13 @@ def load(
                 there,
             )
         return None, {}
-    assert tag is not None
     optimizer = engine.optimizer if optimizer_states and not module_only else None
 
-    def open_it() -> tuple[Reader, dict[str, Any], Targets]:
-        reader = Reader(saves.find(tag))
-        extras = reader.extras()
-        _check_names(engine, reader, extras, strict)
-        return reader, extras, targets_of(states, engine.module, optimizer, reader.index.tensors)
+    def open_it() -> tuple[CheckpointReader, dict[str, Any], Targets]:
+        reader = open_checkpoint(directory, tag)
+        saved, extras = tensors_of(reader), reader.extras()
+        _check_names(engine, str(reader.directory), saved, extras, strict)
+        return reader, extras, targets_of(states, engine.module, optimizer, saved)
 
     reader, extras, targets = together(states, "load_checkpoint", open_it)
     engine._executor.end_step()
@@ -76,14 +86,14 @@ def load(
         _set_optimizer(engine, targets, extras)
     if not module_only:
         together(states, "load_checkpoint", lambda: restore_extras(engine, extras, scheduler_states))
-        blob = f"rng/{states.rank}"
-        if blob in reader.index.blobs:
-            set_random_state(engine, torch.load(io.BytesIO(reader.blob(blob)), weights_only=True))
+        state = reader.random_state(states.rank) if isinstance(reader, Reader) else None
+        if state is not None:
+            set_random_state(engine, state)
     if states.rank == 0:
         log.info(
             "loaded %s, written at step %s on %s ranks",
             reader.directory,
-            extras["step"],
+            extras["global_steps"],
             extras["world_size"],
         )
         if targets.fresh and extras["param_groups"]:
@@ -95,18 +105,24 @@ def load(
     return str(reader.directory), extras["client_state"]
 
 
-def _check_names(engine: Checkpoints, reader: Reader, extras: Mapping[str, Any], strict: bool) -> None:
+def _check_names(
+    engine: Checkpoints,
+    where: str,
+    saved: Mapping[str, TensorStorageMetadata],
+    extras: Mapping[str, Any],
+    strict: bool,
+) -> None:
     """The checkpoint is of this model, or the differences are what the caller wants."""
     here = model_names(engine._states, engine.module)
     there = {
         name.removeprefix("model/"): tuple(tensor.size)
-        for name, tensor in reader.index.tensors.items()
-        if name.startswith("model/")
+        for name, tensor in saved.items()
+        if name.startswith("model/") and name.removeprefix("model/") not in extras["aliases"]
     }
     for name, shape in here.items():
         if name in there and there[name] != shape:
             raise CheckpointError(
-                f"{reader.directory}: {name!r} has shape {there[name]} in the checkpoint and {shape} in the model. "
+                f"{where}: {name!r} has shape {there[name]} in the checkpoint and {shape} in the model. "
                 f"Build the model that was saved."
             )
     frozen = {
@@ -122,7 +138,7 @@ def _check_names(engine: Checkpoints, reader: Reader, extras: Mapping[str, Any],
     if (missing or unexpected) and strict:
         near = closest(missing[0], unexpected) if missing and unexpected else None
         raise CheckpointError(
-            f"{reader.directory} is a checkpoint of another model. "
+            f"{where} is a checkpoint of another model. "
             + (f"It lacks {_listed(missing)} of this model. " if missing else "")
             + (f"It has {_listed(unexpected)}, which this model does not. " if unexpected else "")
             + (f"Was {near!r} renamed to {missing[0]!r}? " if near else "")
@@ -132,7 +148,7 @@ def _check_names(engine: Checkpoints, reader: Reader, extras: Mapping[str, Any],
         log.warning(
             "%s: %d tensors of the model are not in the checkpoint and stay as they are (%s); %d of the checkpoint "
             "are not in the model (%s)",
-            reader.directory,
+            where,
             len(missing),
             _listed(missing),
             len(unexpected),
@@ -145,7 +161,7 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
 
 
-def _read(reader: Reader, targets: Targets) -> None:
+def _read(reader: CheckpointReader, targets: Targets) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -165,4 +181,5 @@ def _set_optimizer(engine: Checkpoints, targets: Targets, extras: Mapping[str, A
     saved_of = {name: group for group in extras["param_groups"] for name in group["params"]}
     for group, names in zip(optimizer.param_groups, group_options(engine._states, optimizer), strict=True):
         saved: dict[str, Any] = next((saved_of[name] for name in names["params"] if name in saved_of), {})
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        known = {*group, "initial_lr"} - {"params", *_KERNELS}
+        group.update({key: value for key, value in saved.items() if key in known})

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.storage import INDEX, Reader
 from zeroshard.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "open_checkpoint"]
+__all__ = ["CheckpointReader", "open_checkpoint", "tensors_of"]
 
 
-class CheckpointReader(Protocol):
-    """A DCP StorageReader of names as in `contents`, with what is no tensor beside them."""
-
-    directory: Path
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes, dtypes."""
-
-    def extras(self) -> dict[str, Any]:
-        """What is no tensor: counters, options, the user's values."""
+CheckpointReader = Reader | DeepSpeedReader
+"""DCP StorageReaders of names as in `contents`, with `extras()` for what is no tensor."""
 
 
-def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Reader:
+def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
     """The checkpoint at `path`: that directory itself, or `tag` in it, by default the one that `latest` names.
 
-    Raises CheckpointError when there is none, with what was looked for.
+    DeepSpeed's are opened too. Raises CheckpointError when there is none, with what was looked for.
     """
     directory = Path(path)
     if tag is None and (directory / INDEX).is_file():
         return Reader(directory)
+    if is_deepspeed(directory, tag):
+        return DeepSpeedReader(directory, tag)
     saves = Saves(directory)
     tag = tag if tag is not None else saves.latest()
     if tag is None:
@@ -44,3 +38,9 @@ def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Rea
             f"`latest`){there}"
         )
     return Reader(saves.find(tag))
+
+
+def tensors_of(reader: CheckpointReader) -> dict[str, TensorStorageMetadata]:
+    """Everything that is a tensor, by name."""
+    entries = reader.read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}

@@ -381,6 +381,14 @@ class Reader(StorageReader):
         loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob("extras")), weights_only=True)
         return loaded
 
+    def random_state(self, rank: int) -> dict[str, Any] | None:
+        """That of a rank's generators; None when the run had no such rank."""
+        name = f"rng/{rank}"
+        if name not in self.index.blobs:
+            return None
+        loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob(name)), weights_only=True)
+        return loaded
+
     def verify(self) -> int:
         """Read every file and compare the checksums; the bytes read. CheckpointError at the first difference."""
         for name in self.index.files:

@@ -224,6 +224,8 @@ def _finish(
         "zero_stage": stage,
         "config": config,
         "version": model.get("ds_version"),
+        "aliases": shared_names(model),
+        "buffers": list(model.get("buffer_names") or ()),
     }
     return Contents(values, extras)
 

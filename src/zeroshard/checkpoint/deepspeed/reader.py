@@ -112,7 +112,8 @@ class DeepSpeedReader(StorageReader):
         global_steps, skipped_steps, global_samples, world_size, zero_stage; config, version: those of DeepSpeed;
         loss_scale: {scale, hysteresis, step, last_overflow}, or {} where the run was not fp16;
         lr_scheduler: its state dict, or None; client_state: the user's keys;
-        param_groups: the options of each group, `params` its names; [] without optimizer.
+        param_groups: the options of each group, `params` its names; [] without optimizer;
+        aliases: other names of tied parameters, and those under which they are stored; buffers: names.
         """
         return dict(self._contents().extras)
 
