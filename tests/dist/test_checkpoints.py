@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -497,3 +498,29 @@ def test_a_rank_lost_in_a_save(tmp_path: Path) -> None:
             assert message.endswith("first")
         pool.run(save, 3, "fp32", str(tmp_path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "global_step5", "latest"]
+
+
+def alone_in_a_save(rank: int, world: int, where: str, stage: int) -> str:
+    """Rank 0 saves, the other goes on training."""
+    engine = build(stage, "fp32")
+    train(engine, range(1))
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            engine.save_checkpoint(where)
+        else:
+            train(engine, range(1, 2))
+        return "went on"
+    except errors.CommError as error:
+        assert time.monotonic() - began < 20
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_save_on_one_rank_only_is_an_error_on_both(stage: int, tmp_path: Path) -> None:
+    with RankPool(2) as pool, pytest.raises(RunFailedError) as caught:
+        for told in pool.run(alone_in_a_save, str(tmp_path), stage):
+            assert "save_checkpoint" in told
+            assert "rank 0" in told
+        raise RunFailedError("both were told")
+    assert "both were told" in str(caught.value)

@@ -128,7 +128,7 @@ class Saver:
 
 def _agreed(states: States, tag: str, validation: str) -> str:
     """Rank 0's tag, when ranks do not give the same. All write to one place."""
-    (same,) = unanimous(states.sum(ballot([zlib.crc32(tag.encode())])), states.world)
+    (same,) = unanimous(states.ask(ballot([zlib.crc32(tag.encode())])), states.world)
     if same:
         return tag
     tags: list[Any] = [None] * states.world
