@@ -112,6 +112,7 @@ class FlatBuffer:
         self._status = Status.AVAILABLE
         self._work: Work | None = None
         self._versions: list[int] = []
+        self._guarded = False
         for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
             parameter.data = self._views[index]
             parameter._zeroshard = _Home(  # type: ignore[attr-defined]
@@ -143,6 +144,10 @@ class FlatBuffer:
 
     def wait(self) -> None:
         """The gathered weights may be used from here on. Nothing to do unless a gather is in flight."""
+        if self._guarded:
+            self._guarded = False
+            for parameter, cls in zip(self.parameters, self._classes, strict=True):
+                parameter.__class__ = cls
         if self._status is not Status.INFLIGHT:
             return
         assert self._work is not None
@@ -156,6 +161,12 @@ class FlatBuffer:
             if swap_data:
                 parameter.data = view
         self.accept_edits()
+
+    def guard(self) -> None:
+        """The weights stay, but nobody announced a use: `need` is to hear of the next one, until `wait`."""
+        self._guarded = True
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""

@@ -99,8 +99,6 @@ class Trainables:
         if new:
             self._unfreeze(new)
         self._required = required
-        # Of the others, gradients tell when backward is done with the weights. One of which only a part trains is
-        # kept to the end of backward: the rest of it may be read after the last gradient.
         trained = {entry.bucket for entry, trains in zip(self._entries, required, strict=True) if trains}
         self._executor.untrained = set(range(len(self._states.buffers))) - trained
 

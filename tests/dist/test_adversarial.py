@@ -164,10 +164,9 @@ def ignored(rank: int, world: int, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_gradient_is_silently_ignored(ranks2: RankPool, stage: int) -> None:
-    for by_hand, unfrozen, new_group in ranks2.run(ignored, stage):
+    for by_hand, new_group in ranks2.run(ignored, stage):
         assert "'head.weight' has a .grad that the engine did not collect" in by_hand
-        assert "'blocks.1" in unfrozen
-        assert "group 1 got parameters after `initialize`" in new_group
+        assert "group 1 got a parameter (shape (2,)) that this engine does not hold" in new_group
 
 
 def other_memory(rank: int, world: int, stage: int) -> str:
@@ -314,7 +313,7 @@ def ranks_disagree(rank: int, world: int) -> list[str]:
             zeroshard.initialize(model=model, optimizer=sgd(model), config=config(stage))
         messages.append(str(error.value))
     odd = nn.Linear(6, 5)
-    odd.codes = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    odd.codes = nn.Parameter(torch.ones(3).to(torch.float8_e5m2fnuz), requires_grad=False)
     with pytest.raises(ModelError) as error:
         zeroshard.initialize(model=odd, optimizer=sgd(odd), config=config(3))
     return [*messages, str(error.value)]
@@ -324,7 +323,7 @@ def test_models_that_cannot_be_shared(ranks2: RankPool) -> None:
     for model, settings, dtype in ranks2.run(ranks_disagree):
         assert "different model's parameters" in model
         assert "different zero_optimization" in settings
-        assert "'codes' has dtype float8_e4m3fn" in dtype
+        assert "'codes' has dtype float8_e5m2fnuz" in dtype
 
 
 def as_a_module(rank: int, world: int, stage: int) -> bool:
