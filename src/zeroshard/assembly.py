@@ -97,7 +97,7 @@ def build_engine(
         buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
     )
     update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
-    trainables = Trainables(model, description.parameters, states, policy, made, update, boundary)
+    trainables = Trainables(model, description.parameters, states, policy, update, boundary)
     full_state = FullState(states)
     return Engine(
         model,

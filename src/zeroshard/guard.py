@@ -97,6 +97,19 @@ _FROM_SHAPE: Mapping[Any, Callable[..., Any]] = {
     Tensor.storage_offset: lambda shape: 0,
 }
 
+# Made with the shape, dtype and device of their first argument; its elements are not looked at.
+_LIKE: frozenset[Any] = frozenset(
+    {
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+    }
+)
+
 # True of the 0-element stand-in as well: passed through.
 _PASSED_THROUGH = frozenset(
     {
@@ -113,6 +126,11 @@ _PASSED_THROUGH = frozenset(
         Tensor.requires_grad_,
         Tensor.retain_grad,
         Tensor.is_inference,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_tensor,
         *(
             accessor
             for name in [
@@ -171,6 +189,9 @@ class ShardedParameter(nn.Parameter):
         answer = _FROM_SHAPE.get(func)
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
+        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
+            one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+            return func(one.expand(home_of(args[0]).shape), *args[1:], **kwargs)
         if func is Tensor.__repr__:
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]

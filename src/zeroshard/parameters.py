@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.errors import ShardedAccessError
 from zeroshard.guard import home_of
 
 __all__ = [
@@ -29,6 +30,11 @@ __all__ = [
 
 
 def _access(parameter: nn.Parameter) -> Any:
+    if not isinstance(parameter, Tensor):
+        raise ShardedAccessError(
+            f"a state is read and set by its parameter; got {type(parameter).__name__}. Pass the parameter itself, "
+            f"such as model.head.weight, not its name or its module"
+        )
     home = home_of(parameter)
     return None if home is None else home.buffer.access
 

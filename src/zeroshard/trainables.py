@@ -57,13 +57,12 @@ class Trainables:
         parameters: Mapping[str, nn.Parameter],
         states: States,
         policy: Policy,
-        optimizer: Optimizer | None,
         update: Update,
         boundary: Boundary,
     ) -> None:
         """`parameters` by name, in order of definition."""
         self._model, self._states, self._policy = model, states, policy
-        self._optimizer, self._update, self._boundary = optimizer, update, boundary
+        self._update, self._boundary = update, boundary
         self._executor = states.executor
         places = self._executor.layout.slot_of
         self._entries = [_Entry(name, *places[name], parameter) for name, parameter in parameters.items()]
@@ -78,10 +77,8 @@ class Trainables:
         """Take the gradients of what trains now, and look at what does from time to time; handles end it."""
         self._hook([entry for entry in self._entries if entry.parameter.requires_grad])
         self._look()
-        self._executor.on_path = self._look
+        self._executor.on_path, self._update.on_step = self._look, self._before_step
         handles: list[Any] = [_Handles(self._hooks)]
-        if self._optimizer is not None:
-            handles.append(self._optimizer.register_step_pre_hook(self._before_step))
         return handles
 
     # ---- requires_grad ------------------------------------------------------------------------------
@@ -100,8 +97,6 @@ class Trainables:
         if new:
             self._unfreeze(new)
         self._required = required
-        # Of the others, gradients tell when backward is done with the weights. One of which only a part trains is
-        # kept to the end of backward: the rest of it may be read after the last gradient.
         trained = {entry.bucket for entry, trains in zip(self._entries, required, strict=True) if trains}
         self._executor.untrained = set(range(len(self._states.buffers))) - trained
 
@@ -159,7 +154,7 @@ class Trainables:
 
     # ---- the optimizer ------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         self._check_tree()
         for number, group in enumerate(optimizer.param_groups):
             if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):

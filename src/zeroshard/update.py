@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,8 @@ class Update:
         """Backwards since the last step, dropped ones included."""
         self.gradient_bytes = 0
         """The most that gradients took on this rank so far."""
+        self.on_step: Callable[[Optimizer], None] | None = None
+        """Called before anything of a step is done."""
         self.requires_backward = False
         """A step that no backward came before is an error, and not nothing (`engine.step`)."""
         self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
@@ -129,6 +131,8 @@ class Update:
                 "torch's GradScaler drives this step, and would decide on each rank alone whether to skip it. "
                 'Remove it: "fp16" or "torch_autocast" in the config brings a loss scale for all ranks.'
             )
+        if self.on_step is not None:
+            self.on_step(optimizer)
         self._check_nothing_ignored()
         for buffer in self._buffers:
             if buffer.layout.resident and buffer.edited():

@@ -310,6 +310,10 @@ def wrong_values(rank: int, world: int, stage: int) -> list[tuple[str, str]]:
     ]
     assert zeroshard.safe_get_full_fp32_param(frozen) is None
     assert zeroshard.safe_get_full_grad(frozen) is None
+    for wrong in ("blocks.0.up.weight", pair.model.blocks[0]):
+        kind, message = attempt(lambda w=wrong: zeroshard.safe_get_full_fp32_param(w))
+        assert kind == "ShardedAccessError"
+        assert type(wrong).__name__ in message
     pair.engine.step()
     found += [
         attempt(lambda: zeroshard.safe_set_full_optimizer_state(weight, torch.zeros(30), "exp_avg")),

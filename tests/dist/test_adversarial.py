@@ -136,11 +136,11 @@ def test_deepcopy_right_after_the_step(ranks2: RankPool, stage: int) -> None:
 
 
 def ignored(rank: int, world: int, stage: int) -> list[str]:
-    """Three ways to a gradient that the update would leave out; each is an error on every rank."""
+    """Two ways to a gradient that the update would leave out; each is an error on every rank."""
     messages = []
 
-    def attempt(act: Callable[[Any, Any, nn.Module], None], model_fn: Callable[[], nn.Module] = Net) -> None:
-        engine, optimizer, model, _, _ = start(stage, model_fn)
+    def attempt(act: Callable[[Any, Any, nn.Module], None]) -> None:
+        engine, optimizer, model, _, _ = start(stage, Net)
         with pytest.raises(StateError) as error:
             act(engine, optimizer, model)
         messages.append(str(error.value))
@@ -152,34 +152,21 @@ def ignored(rank: int, world: int, stage: int) -> list[str]:
             model.head.weight.grad = torch.ones(1, 6)
         optimizer.step()
 
-    def unfrozen(engine: Any, optimizer: Any, model: nn.Module) -> None:
-        model.blocks[1].requires_grad_(True)
-        engine.backward(engine(features(0, 0, rank)))
-        engine.step()
-
     def new_group(engine: Any, optimizer: Any, model: nn.Module) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         engine.backward(engine(features(0, 0, rank)))
         engine.step()
 
     attempt(by_hand)
-    attempt(unfrozen, half_frozen)
     attempt(new_group)
     return messages
 
 
-def half_frozen() -> nn.Module:
-    net = Net()
-    net.blocks[1].requires_grad_(False)
-    return net
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_gradient_is_silently_ignored(ranks2: RankPool, stage: int) -> None:
-    for by_hand, unfrozen, new_group in ranks2.run(ignored, stage):
+    for by_hand, new_group in ranks2.run(ignored, stage):
         assert "'head.weight' has a .grad that the engine did not collect" in by_hand
-        assert "'blocks.1" in unfrozen
-        assert "group 1 got parameters after `initialize`" in new_group
+        assert "group 1 got a parameter (shape (2,)) that this engine does not hold" in new_group
 
 
 def other_memory(rank: int, world: int, stage: int) -> str:
@@ -326,7 +313,7 @@ def ranks_disagree(rank: int, world: int) -> list[str]:
             zeroshard.initialize(model=model, optimizer=sgd(model), config=config(stage))
         messages.append(str(error.value))
     odd = nn.Linear(6, 5)
-    odd.codes = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    odd.codes = nn.Parameter(torch.ones(3).to(torch.float8_e5m2fnuz), requires_grad=False)
     with pytest.raises(ModelError) as error:
         zeroshard.initialize(model=odd, optimizer=sgd(odd), config=config(3))
     return [*messages, str(error.value)]
@@ -336,7 +323,7 @@ def test_models_that_cannot_be_shared(ranks2: RankPool) -> None:
     for model, settings, dtype in ranks2.run(ranks_disagree):
         assert "different model's parameters" in model
         assert "different zero_optimization" in settings
-        assert "'codes' has dtype float8_e4m3fn" in dtype
+        assert "'codes' has dtype float8_e5m2fnuz" in dtype
 
 
 def as_a_module(rank: int, world: int, stage: int) -> bool:
