@@ -248,8 +248,11 @@ class Executor:
 
     # ---- forward ------------------------------------------------------------------------------------
 
-    def enter(self, buckets: Sequence[int]) -> None:
-        """A unit's forward starts. The outermost one, outside backward, starts a path."""
+    def enter(self, buckets: Sequence[int], compiled: bool = False) -> None:
+        """A unit's forward starts. The outermost one, outside backward, starts a path.
+
+        `compiled`: it runs as graphs of torch.compile.
+        """
         if not self._depth and not self.in_backward:
             self._begin_path()
             if self.clock is not None:
@@ -259,7 +262,8 @@ class Executor:
         for bucket in buckets:
             self.at(Kind.FORWARD, bucket)
         known = self._plan is not None
-        self._reads.enter(wanted=not known and torch.is_grad_enabled() and not self.in_backward)
+        wanted = not known and torch.is_grad_enabled() and not self.in_backward
+        self._reads.enter(wanted=wanted, compiled=compiled)
 
     def _stray(self, bucket: int) -> None:
         """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""

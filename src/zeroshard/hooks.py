@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,17 @@ from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
 
 __all__ = ["install"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def eager(hook: _F) -> _F:
+    """Where `hook` is called, dynamo breaks the graph: it runs between compiled graphs, not in them."""
+    reason = (
+        "zeroshard gathers, frees and casts here. Leave fullgraph=True off where it is compiled, or compile a block "
+        "as a whole by torch.compile(block), whose hooks are outside"
+    )
+    return torch.compiler.disable(hook, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def install(
@@ -45,44 +56,73 @@ def install(
     return handles
 
 
-def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
-    freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
-    frozen = tuple(bucket for bucket in freed if not layout.buckets[bucket].trainable)
-    trains = any(layout.buckets[bucket].trainable for bucket in freed)
+class _UnitHooks:
+    """Around the forward of one unit.
 
-    handled: list[BaseException | None] = []
-    """Of each forward that runs: the exception that was being handled around it when it began."""
+    The methods that torch calls say whether dynamo is looking (to it `is_compiling` is true); the rest runs between
+    compiled graphs, not in them.
+    """
 
-    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-        handled.append(sys.exc_info()[1])
-        executor.enter(unit.buckets)
-        if (frozen or (freed and executor.may_nest)) and torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                # Frozen weights get no gradient that could tell when backward is done with them.
-                leaf = any(tensor.is_leaf for tensor in inputs)  # whose gradient may come before all others
-                done = frozen if leaf else freed
-                handle = register_multi_grad_hook(inputs, lambda _: executor.inputs_done(done), mode="all")
-                if leaf:
-                    executor.remove_after_step(handle)
+    def __init__(self, unit: Unit, layout: Layout, executor: Executor) -> None:
+        self._buckets, self._executor = unit.buckets, executor
+        self._freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
+        self._frozen = tuple(bucket for bucket in self._freed if not layout.buckets[bucket].trainable)
+        self._trains = len(self._frozen) < len(self._freed)
+        self._handled: list[BaseException | None] = []
+        """Of each forward that runs: the exception that was being handled around it when it began."""
 
-    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._enter(module, (args, kwargs), torch.compiler.is_compiling())
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._leave((args, kwargs), output)
+
+    @eager
+    def _enter(self, module: nn.Module, inputs: Any, compiling: bool) -> None:
+        executor = self._executor
+        self._handled.append(sys.exc_info()[1])
+        executor.enter(self._buckets, compiled=compiling or _is_compiled(module))
+        if (self._frozen or (self._freed and executor.may_nest)) and torch.is_grad_enabled():
+            self._watch_inputs([tensor for tensor in tensors_in(inputs) if tensor.requires_grad])
+
+    def _watch_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Frozen weights get no gradient that could tell when backward is done with them."""
+        if not inputs:
+            return
+        executor = self._executor
+        leaf = any(tensor.is_leaf for tensor in inputs)  # whose gradient may come before all others
+        done = self._frozen if leaf else self._freed
+        handle = register_multi_grad_hook(inputs, lambda _: executor.inputs_done(done), mode="all")
+        if leaf:
+            executor.remove_after_step(handle)
+
+    @eager
+    def _leave(self, inputs: Any, output: Any) -> None:
+        executor = self._executor
         touched = bool(executor.touched_here)
-        outputs = tensors_in(output) if freed or touched else []
+        outputs = tensors_in(output) if self._freed or touched else []
         # An exception ends a forward too (early stop of a recomputation); its graph goes nowhere.
-        around = handled.pop() if handled else None
+        around = self._handled.pop() if self._handled else None
         raised = output is None and sys.exc_info()[1] is not around
         may_save = (
             not raised
             and torch.is_grad_enabled()
-            and (trains or touched or (bool(frozen) and _any_requires_grad((args, kwargs))))
+            and (self._trains or touched or (bool(self._frozen) and _any_requires_grad(inputs)))
         )
-        executor.leave(freed, outputs, may_save)
+        executor.leave(self._freed, outputs, may_save)
 
+
+def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
+    hooks = _UnitHooks(unit, layout, executor)
     return [
-        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
-        module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
     ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or as the wrapper that `torch.compile(module)` gives."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _any_requires_grad(inputs: Any) -> bool:
@@ -95,6 +135,7 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
     from_outside = False
     """So was the latest forward that recomputes nothing: recomputation is to do the same again."""
 
+    @eager
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         nonlocal from_outside
         if not executor.in_backward:
@@ -102,6 +143,7 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
         entered.append(from_outside and executor.is_outermost)
         return boundary.enter((args, kwargs), executor.in_backward) if entered[-1] else None
 
+    @eager
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return boundary.leave(output, executor.in_backward) if entered and entered.pop() else None
 
@@ -114,9 +156,11 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
 def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]:
     """Let a module compute in fp32: cast what it gets, and cast back what it returns."""
 
+    @eager
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
+    @eager
     def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         return cast_floating(output, outside)
 
