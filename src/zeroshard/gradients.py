@@ -52,8 +52,8 @@ class GradientBuffer:
         `before_reduce` and `after_reduce` are factors around the reduction, which averages.
         """
         self.layout = layout
-        self.arrived: dict[int, set[int]] = {}
-        """By running backward (autograd graph task): slots whose gradient came in it."""
+        self.arrived: set[int] = set()
+        """Slots whose gradient came in the running backward."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
@@ -89,11 +89,8 @@ class GradientBuffer:
         """Gradients are waiting to be reduced."""
         return bool(self._written)
 
-    def collect(self, index: int, gradient: Tensor, task: int) -> bool:
-        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added.
-
-        True when it is the last one of the bucket in this backward, the graph task `task`.
-        """
+    def collect(self, index: int, gradient: Tensor) -> None:
+        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         slot = self.layout.slots[index]
@@ -106,20 +103,8 @@ class GradientBuffer:
             else:
                 local[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
                 self._written.add(index)
+        self.arrived.add(index)
         self.had.add(index)
-        arrived = self.arrived.setdefault(task, set())
-        arrived.add(index)
-        if len(arrived) < len(self.layout.slots):
-            return False
-        del self.arrived[task]
-        return True
-
-    def complete(self) -> bool:
-        """Every slot's gradient came in one or another of the running backwards. Counting starts anew."""
-        if len(set().union(*self.arrived.values())) < len(self.layout.slots):
-            return False
-        self.arrived = {}
-        return True
 
     def launch_reduce(self) -> None:
         """Start the reduction of what was collected, zeros for slots that got nothing.
@@ -230,7 +215,7 @@ class GradientBuffer:
         self.finish_reduce()
         self.shard = None
         self.had = set()
-        self.arrived = {}
+        self.arrived = set()
         self._written = set()
         self._stand_ins = {}
         if not self._keep_local:
@@ -281,8 +266,8 @@ class GradientBuffer:
 class ReduceQueue:
     """Launches reductions in one order that all ranks keep, whatever order gradients come in.
 
-    A parameter that got no gradient on one rank delays its bucket there, but cannot reorder collectives into
-    a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
+    Whatever makes buckets ready at different moments on different ranks cannot reorder collectives into a hang: at
+    the end of the round every bucket is reduced, with zeros where nothing came.
     """
 
     def __init__(
@@ -300,6 +285,9 @@ class ReduceQueue:
         """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
         self.pending = False
         """A round ended without reduction since the last one that reduced."""
+        self.early = False
+        """Buckets were reduced before the end of their backward since the last `flush`: gradients may have come
+        to them later, of weights that were used where nothing saw it."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
         self.clock: Clock | None = None
@@ -307,6 +295,8 @@ class ReduceQueue:
         self._ready: set[int] = set()
         self._next = 0
         self._flying: list[GradientBuffer] = []
+        self._last: set[int] = set()
+        """Buckets to which gradients once came after their reduction: reduced at the end of the round."""
 
     def begin(self) -> None:
         """A backward starts."""
@@ -316,7 +306,9 @@ class ReduceQueue:
         self._next = 0
 
     def ready(self, bucket: int) -> None:
-        """A bucket is complete: launch it, and what waited for it."""
+        """No more gradients come to a bucket: launch it, and what waited for it."""
+        if bucket in self._last:
+            return
         if bucket not in self._ready:
             self._ready.add(bucket)
             self.observed.append(bucket)
@@ -328,7 +320,7 @@ class ReduceQueue:
         """The backward ended: reduce what is left and wait for everything, or remember that it is due."""
         for gradient in self._gradients:
             if gradient is not None:
-                gradient.arrived = {}
+                gradient.arrived = set()
         if not self.enabled:
             self.pending = True
             return
@@ -360,12 +352,33 @@ class ReduceQueue:
         return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
 
     def flush(self) -> None:
+        """Reduce all that is not reduced yet."""
+        self.flush_pending()
+        if self.early:
+            self.flush_late()
+
+    def flush_pending(self) -> None:
         """Reduce what only accumulated locally, all buckets at once."""
         if self.pending:
             enabled, self.enabled = self.enabled, True
             self.begin()
             self.end()
             self.enabled = enabled
+
+    @property
+    def has_late(self) -> bool:
+        """Gradients came on this rank after their bucket was reduced."""
+        return self.early and any(gradient is not None and gradient.has_local for gradient in self._gradients)
+
+    def flush_late(self) -> None:
+        """Reduce what came after its bucket was reduced, on any rank."""
+        self.early = False
+        late = self._late()
+        self._last.update(late)
+        for bucket in late:
+            self._launch(bucket)
+        while self._flying:
+            self._finish_oldest()
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -374,7 +387,7 @@ class ReduceQueue:
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.clear()
-        self.pending = False
+        self.pending = self.early = False
 
     def agreed_order(self) -> list[int]:
         """The observed order, completed by the buckets that never became ready."""

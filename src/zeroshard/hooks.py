@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.boundary import Boundary
@@ -24,8 +23,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def eager(hook: _F) -> _F:
     """Where `hook` is called, dynamo breaks the graph: it runs between compiled graphs, not in them."""
     reason = (
-        "zeroshard gathers, frees and casts here. Leave fullgraph=True off where it is compiled, or compile a block "
-        "as a whole by torch.compile(block), whose hooks are outside"
+        "zeroshard gathers, frees and casts here. Leave fullgraph=True off, or compile a block as a whole by "
+        "torch.compile(block), whose hooks are outside of the graph"
     )
     return torch.compiler.disable(hook, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -72,29 +71,15 @@ class _UnitHooks:
         """Of each forward that runs: the exception that was being handled around it when it began."""
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._enter(module, (args, kwargs), torch.compiler.is_compiling())
+        self._enter(module, torch.compiler.is_compiling())
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._leave((args, kwargs), output)
 
     @eager
-    def _enter(self, module: nn.Module, inputs: Any, compiling: bool) -> None:
-        executor = self._executor
+    def _enter(self, module: nn.Module, compiling: bool) -> None:
         self._handled.append(sys.exc_info()[1])
-        executor.enter(self._buckets, compiled=compiling or _is_compiled(module))
-        if (self._frozen or (self._freed and executor.may_nest)) and torch.is_grad_enabled():
-            self._watch_inputs([tensor for tensor in tensors_in(inputs) if tensor.requires_grad])
-
-    def _watch_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Frozen weights get no gradient that could tell when backward is done with them."""
-        if not inputs:
-            return
-        executor = self._executor
-        leaf = any(tensor.is_leaf for tensor in inputs)  # whose gradient may come before all others
-        done = self._frozen if leaf else self._freed
-        handle = register_multi_grad_hook(inputs, lambda _: executor.inputs_done(done), mode="all")
-        if leaf:
-            executor.remove_after_step(handle)
+        self._executor.enter(self._buckets, compiled=compiling or _is_compiled(module))
 
     @eager
     def _leave(self, inputs: Any, output: Any) -> None:
