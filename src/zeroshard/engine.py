@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
+from zeroshard.compiling import Compiling
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
@@ -38,7 +39,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, nn.Module):
+class Engine(Inquiries, Compiling, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.

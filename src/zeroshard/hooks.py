@@ -15,7 +15,7 @@ from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
 
-__all__ = ["install"]
+__all__ = ["install", "is_compiled"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -79,7 +79,7 @@ class _UnitHooks:
     @eager
     def _enter(self, module: nn.Module, compiling: bool) -> None:
         self._handled.append(sys.exc_info()[1])
-        self._executor.enter(self._buckets, compiled=compiling or _is_compiled(module))
+        self._executor.enter(self._buckets, compiled=compiling or is_compiled(module))
 
     @eager
     def _leave(self, inputs: Any, output: Any) -> None:
@@ -105,7 +105,7 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
     ]
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """By `module.compile()`, or as the wrapper that `torch.compile(module)` gives."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
