@@ -245,10 +245,10 @@ class Executor:
 
     # ---- forward ------------------------------------------------------------------------------------
 
-    def enter(self, buckets: Sequence[int], compiled: bool = False) -> None:
+    def enter(self, buckets: Sequence[int], compiled: Callable[[], bool] = bool) -> None:
         """A unit's forward starts. The outermost one, outside backward, starts a path.
 
-        `compiled`: it runs as graphs of torch.compile.
+        `compiled`: whether it runs graphs of torch.compile.
         """
         if not self._depth and not self.in_backward:
             self._begin_path()

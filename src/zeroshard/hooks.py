@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -44,11 +44,12 @@ def install(
     handles: list[RemovableHandle] = []
     for path, dtype in kept.items():
         handles += _hook_kept(modules[path], dtype)
+    units = {id(modules[unit.path]) for unit in layout.units}
     # Prepended later, so run earlier: `enter` comes before anything that could raise, and `leave` after.
     for unit in layout.units:
         if not boundary.does_nothing:
             handles += _hook_boundary(modules[unit.path], executor, boundary)
-        handles += _hook_unit(modules[unit.path], unit, layout, executor)
+        handles += _hook_unit(modules[unit.path], unit, layout, executor, units)
     for name, (bucket, index) in layout.slot_of.items():
         if layout.buckets[bucket].trainable:
             handles.append(_hook_gradient(parameters[name], name, bucket, index, executor, boundary))
@@ -62,8 +63,9 @@ class _UnitHooks:
     compiled graphs, not in them.
     """
 
-    def __init__(self, unit: Unit, layout: Layout, executor: Executor) -> None:
-        self._buckets, self._executor = unit.buckets, executor
+    def __init__(self, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]) -> None:
+        """`units`: ids of the modules that are units."""
+        self._buckets, self._executor, self._units = unit.buckets, executor, units
         self._freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
         self._frozen = tuple(bucket for bucket in self._freed if not layout.buckets[bucket].trainable)
         self._trains = len(self._frozen) < len(self._freed)
@@ -79,7 +81,7 @@ class _UnitHooks:
     @eager
     def _enter(self, module: nn.Module, compiling: bool) -> None:
         self._handled.append(sys.exc_info()[1])
-        self._executor.enter(self._buckets, compiled=compiling or is_compiled(module))
+        self._executor.enter(self._buckets, lambda: compiling or _runs_compiled(module, self._units))
 
     @eager
     def _leave(self, inputs: Any, output: Any) -> None:
@@ -97,8 +99,10 @@ class _UnitHooks:
         executor.leave(self._freed, outputs, may_save)
 
 
-def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
-    hooks = _UnitHooks(unit, layout, executor)
+def _hook_unit(
+    module: nn.Module, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]
+) -> list[RemovableHandle]:
+    hooks = _UnitHooks(unit, layout, executor, units)
     return [
         module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
@@ -108,6 +112,21 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
 def is_compiled(module: nn.Module) -> bool:
     """By `module.compile()`, or as the wrapper that `torch.compile(module)` gives."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _runs_compiled(module: nn.Module, units: Collection[int]) -> bool:
+    """A unit, or something in it that is no unit of its own, is compiled: a module, or a function it has."""
+    own = [vars(module), *(vars(cls) for cls in type(module).__mro__ if cls is not nn.Module)]
+    return (
+        is_compiled(module)
+        or any(_is_compiled_function(value) for names in own for value in names.values())
+        or any(_runs_compiled(child, units) for child in module.children() if id(child) not in units)
+    )
+
+
+def _is_compiled_function(value: Any) -> bool:
+    """Dynamo marks what it wraps, to compile it or to leave it alone."""
+    return hasattr(value, "_torchdynamo_orig_callable") and not getattr(value, "_torchdynamo_disable", False)
 
 
 def _any_requires_grad(inputs: Any) -> bool:

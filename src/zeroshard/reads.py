@@ -35,10 +35,10 @@ class UnannouncedReads:
         self._made = WeakIdKeyDictionary()
         """By tensor: the buckets read to make it, and the hook that tells when backward comes to it."""
 
-    def enter(self, wanted: bool, compiled: bool) -> None:
+    def enter(self, wanted: bool, compiled: Callable[[], bool]) -> None:
         """A unit's forward starts; it is watched if that is `wanted`, and no outer one is watched or compiled."""
         frame: WeightReads | _Compiled | None = None
-        if compiled:
+        if (wanted or any(self._frames)) and compiled():
             reader = _get_current_function_mode()  # type: ignore[no-untyped-call]
             frame = _Compiled(reader if reader in self._frames else None)
             if frame.paused is not None:
