@@ -15,7 +15,7 @@ from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
 
-__all__ = ["install", "is_compiled"]
+__all__ = ["hook_gradient", "install", "is_compiled"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -31,13 +31,12 @@ def eager(hook: _F) -> _F:
 
 def install(
     modules: Mapping[str, nn.Module],
-    parameters: Mapping[str, nn.Parameter],
     layout: Layout,
     executor: Executor,
     boundary: Boundary,
     kept: Mapping[str, torch.dtype],
 ) -> list[RemovableHandle]:
-    """Hook every unit's forward and every trainable parameter's gradient; the handles remove them.
+    """Hook every unit's forward; the handles remove the hooks.
 
     `kept`: modules that compute in fp32 inside a model of another dtype, and that dtype.
     """
@@ -50,9 +49,6 @@ def install(
         if not boundary.does_nothing:
             handles += _hook_boundary(modules[unit.path], executor, boundary)
         handles += _hook_unit(modules[unit.path], unit, layout, executor, units)
-    for name, (bucket, index) in layout.slot_of.items():
-        if layout.buckets[bucket].trainable:
-            handles.append(_hook_gradient(parameters[name], name, bucket, index, executor, boundary))
     return handles
 
 
@@ -67,8 +63,6 @@ class _UnitHooks:
         """`units`: ids of the modules that are units."""
         self._buckets, self._executor, self._units = unit.buckets, executor, units
         self._freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
-        self._frozen = tuple(bucket for bucket in self._freed if not layout.buckets[bucket].trainable)
-        self._trains = len(self._frozen) < len(self._freed)
         self._handled: list[BaseException | None] = []
         """Of each forward that runs: the exception that was being handled around it when it began."""
 
@@ -94,7 +88,11 @@ class _UnitHooks:
         may_save = (
             not raised
             and torch.is_grad_enabled()
-            and (self._trains or touched or (bool(self._frozen) and _any_requires_grad(inputs)))
+            and (
+                touched
+                or not executor.untrained.issuperset(self._freed)
+                or (bool(self._freed) and _any_requires_grad(inputs))
+            )
         )
         executor.leave(self._freed, outputs, may_save)
 
@@ -174,9 +172,11 @@ def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]
     ]
 
 
-def _hook_gradient(
+def hook_gradient(
     parameter: nn.Parameter, name: str, bucket: int, index: int, executor: Executor, boundary: Boundary
 ) -> RemovableHandle:
+    """Take the gradient of a parameter that requires grad, whenever it comes."""
+
     def gradient_ready(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:
