@@ -25,6 +25,7 @@ from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
 from zeroshard.checkpoint.methods import Checkpoints
 from zeroshard.checkpoint.saving import Saver
+from zeroshard.compiling import Compiling
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
@@ -40,7 +41,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, StateDicts, Checkpoints, nn.Module):
+class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.

@@ -250,8 +250,11 @@ class Executor:
 
     # ---- forward ------------------------------------------------------------------------------------
 
-    def enter(self, buckets: Sequence[int]) -> None:
-        """A unit's forward starts. The outermost one, outside backward, starts a path."""
+    def enter(self, buckets: Sequence[int], compiled: Callable[[], bool] = bool) -> None:
+        """A unit's forward starts. The outermost one, outside backward, starts a path.
+
+        `compiled`: whether it runs graphs of torch.compile.
+        """
         if not self._depth and not self.in_backward:
             self._begin_path()
             if self.clock is not None:
@@ -260,8 +263,8 @@ class Executor:
         self._frames.append(_Frame(self._order.tick()))
         for bucket in buckets:
             self._begin_forward(bucket)
-        known = self._plan is not None
-        self._reads.enter(wanted=not known and torch.is_grad_enabled() and not self.in_backward)
+        wanted = self._plan is None and torch.is_grad_enabled() and not self.in_backward
+        self._reads.enter(wanted=wanted, compiled=compiled)
 
     def _begin_forward(self, bucket: int) -> None:
         self._uses[bucket].forwards += 1

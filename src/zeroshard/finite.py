@@ -46,6 +46,8 @@ class FiniteProbe:
         def after_forward(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.is_grad_enabled():  # an evaluation, or what will be computed again in backward
                 return
+            if torch.compiler.is_compiling():  # a graph would be compiled anew for each tensor that was seen
+                return
             floating = [tensor.detach() for tensor in tensors_in(output) if tensor.is_floating_point()]
             if floating:
                 flags = [torch.isfinite(tensor).all() for tensor in floating]

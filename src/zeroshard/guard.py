@@ -175,6 +175,7 @@ class ShardedParameter(nn.Parameter):
     """A parameter whose elements are spread over ranks. Never constructed: it is a class parameters take on."""
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls,
         func: Callable[..., Any],

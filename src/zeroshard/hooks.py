@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,18 @@ from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
 
-__all__ = ["hook_gradient", "install"]
+__all__ = ["hook_gradient", "install", "is_compiled"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def eager(hook: _F) -> _F:
+    """Where `hook` is called, dynamo breaks the graph: it runs between compiled graphs, not in them."""
+    reason = (
+        "zeroshard gathers, frees and casts here. Leave fullgraph=True off, or compile a block as a whole by "
+        "torch.compile(block), whose hooks are outside of the graph"
+    )
+    return torch.compiler.disable(hook, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def install(
@@ -32,45 +43,88 @@ def install(
     handles: list[RemovableHandle] = []
     for path, dtype in kept.items():
         handles += _hook_kept(modules[path], dtype)
+    units = {id(modules[unit.path]) for unit in layout.units}
     # Prepended later, so run earlier: `enter` comes before anything that could raise, and `leave` after.
     for unit in layout.units:
         if not boundary.does_nothing:
             handles += _hook_boundary(modules[unit.path], executor, boundary)
-        handles += _hook_unit(modules[unit.path], unit, layout, executor)
+        handles += _hook_unit(modules[unit.path], unit, layout, executor, units)
     return handles
 
 
-def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
-    freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
+class _UnitHooks:
+    """Around the forward of one unit.
 
-    handled: list[BaseException | None] = []
-    """Of each forward that runs: the exception that was being handled around it when it began."""
+    The methods that torch calls say whether dynamo is looking (to it `is_compiling` is true); the rest runs between
+    compiled graphs, not in them.
+    """
 
-    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-        handled.append(sys.exc_info()[1])
-        executor.enter(unit.buckets)
+    def __init__(self, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]) -> None:
+        """`units`: ids of the modules that are units."""
+        self._buckets, self._executor, self._units = unit.buckets, executor, units
+        self._freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
+        self._handled: list[BaseException | None] = []
+        """Of each forward that runs: the exception that was being handled around it when it began."""
 
-    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._enter(module, torch.compiler.is_compiling())
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._leave((args, kwargs), output)
+
+    @eager
+    def _enter(self, module: nn.Module, compiling: bool) -> None:
+        self._handled.append(sys.exc_info()[1])
+        self._executor.enter(self._buckets, lambda: compiling or _runs_compiled(module, self._units))
+
+    @eager
+    def _leave(self, inputs: Any, output: Any) -> None:
+        executor = self._executor
         touched = bool(executor.touched_here)
-        outputs = tensors_in(output) if freed or touched else []
+        outputs = tensors_in(output) if self._freed or touched else []
         # An exception ends a forward too (early stop of a recomputation); its graph goes nowhere.
-        around = handled.pop() if handled else None
+        around = self._handled.pop() if self._handled else None
         raised = output is None and sys.exc_info()[1] is not around
         may_save = (
             not raised
             and torch.is_grad_enabled()
             and (
                 touched
-                or not executor.untrained.issuperset(freed)
-                or (bool(freed) and _any_requires_grad((args, kwargs)))
+                or not executor.untrained.issuperset(self._freed)
+                or (bool(self._freed) and _any_requires_grad(inputs))
             )
         )
-        executor.leave(freed, outputs, may_save)
+        executor.leave(self._freed, outputs, may_save)
 
+
+def _hook_unit(
+    module: nn.Module, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]
+) -> list[RemovableHandle]:
+    hooks = _UnitHooks(unit, layout, executor, units)
     return [
-        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
-        module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
     ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or as the wrapper that `torch.compile(module)` gives."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _runs_compiled(module: nn.Module, units: Collection[int]) -> bool:
+    """A unit, or something in it that is no unit of its own, is compiled: a module, or a function it has."""
+    own = [vars(module), *(vars(cls) for cls in type(module).__mro__ if cls is not nn.Module)]
+    return (
+        is_compiled(module)
+        or any(_is_compiled_function(value) for names in own for value in names.values())
+        or any(_runs_compiled(child, units) for child in module.children() if id(child) not in units)
+    )
+
+
+def _is_compiled_function(value: Any) -> bool:
+    """Dynamo marks what it wraps, to compile it or to leave it alone."""
+    return hasattr(value, "_torchdynamo_orig_callable") and not getattr(value, "_torchdynamo_disable", False)
 
 
 def _any_requires_grad(inputs: Any) -> bool:
@@ -83,6 +137,7 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
     from_outside = False
     """So was the latest forward that recomputes nothing: recomputation is to do the same again."""
 
+    @eager
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         nonlocal from_outside
         if not executor.in_backward:
@@ -90,6 +145,7 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
         entered.append(from_outside and executor.is_outermost)
         return boundary.enter((args, kwargs), executor.in_backward) if entered[-1] else None
 
+    @eager
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return boundary.leave(output, executor.in_backward) if entered and entered.pop() else None
 
@@ -102,9 +158,11 @@ def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) ->
 def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]:
     """Let a module compute in fp32: cast what it gets, and cast back what it returns."""
 
+    @eager
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
+    @eager
     def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         return cast_floating(output, outside)
 

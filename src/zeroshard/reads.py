@@ -3,16 +3,21 @@
 A weight whose use leaves its module another way (an attribute, a forward hook of the user, a `detach`) is read
 by a backward that no B point tells of. On a path that is new, a torch function mode sees every operation that
 reads a weight, and a hook on what it made reports when backward comes to it. Known paths do not pay for that.
+
+Nothing is watched inside of compiled code: dynamo would trace the mode as well, compile once with it and once
+without, and after a graph break in a nested call it returns wrong results under any mode (torch 2.13). A compiled
+graph is one node of autograd, whose outputs announce what it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,28 +31,36 @@ class UnannouncedReads:
         """`bucket_at`: the bucket whose weights a storage holds, by the storage's address. `read` is called with
         a bucket when backward is about to read it."""
         self._bucket_at, self._read = bucket_at, read
-        self._frames: list[WeightReads | None] = []
+        self._frames: list[WeightReads | _Compiled | None] = []
         self._made = WeakIdKeyDictionary()
         """By tensor: the buckets read to make it, and the hook that tells when backward comes to it."""
 
-    def enter(self, wanted: bool) -> None:
-        """A unit's forward starts; it is watched if that is `wanted` and no outer one is."""
-        reader = None
-        if wanted and self._bucket_at and not any(self._frames):
-            reader = WeightReads(self._watch)
-            reader.__enter__()  # type: ignore[no-untyped-call]
-        self._frames.append(reader)
+    def enter(self, wanted: bool, compiled: Callable[[], bool]) -> None:
+        """A unit's forward starts; it is watched if that is `wanted`, and no outer one is watched or compiled."""
+        frame: WeightReads | _Compiled | None = None
+        if (wanted or any(self._frames)) and compiled():
+            reader = _get_current_function_mode()  # type: ignore[no-untyped-call]
+            frame = _Compiled(reader if reader in self._frames else None)
+            if frame.paused is not None:
+                frame.paused.end()
+        elif wanted and self._bucket_at and not any(self._frames):
+            frame = WeightReads(self._watch)
+            frame.begin()
+        self._frames.append(frame)
 
     def leave(self) -> None:
         """It ended."""
-        reader = self._frames.pop() if self._frames else None
-        if reader is not None:
-            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        frame = self._frames.pop() if self._frames else None
+        if isinstance(frame, WeightReads):
+            frame.end()
+        elif frame is not None and frame.paused is not None:
+            frame.paused.begin()
 
     def abandon(self) -> None:
         """Forwards that are still open were left without an end."""
-        for reader in filter(None, self._frames):
-            reader.stop()
+        for frame in self._frames:
+            if isinstance(frame, WeightReads):
+                frame.stop()
         self._frames = []
 
     def forget(self, tensors: Sequence[Tensor], buckets: Collection[int]) -> None:
@@ -83,6 +96,12 @@ class WeightReads(TorchFunctionMode):
         super().__init__()
         self._report: Callable[[set[int], Sequence[Tensor]], None] | None = report
 
+    def begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def stop(self) -> None:
         """Report no more: the forward was left in a way that could not take this off torch's stack."""
         self._report = None
@@ -98,10 +117,18 @@ class WeightReads(TorchFunctionMode):
         if self._report is None:
             return result
         made = [x for x in tree_leaves(result) if type(x) is Tensor and x.requires_grad and not x.is_leaf]
-        if made and not torch.compiler.is_compiling():
+        if made:
             read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self._report({x.untyped_storage()._cdata for x in read if _has_storage(x)}, made)
         return result
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The forward of a compiled unit."""
+
+    paused: WeightReads | None
+    """The mode of an outer forward, off torch's stack meanwhile."""
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from zeroshard.compiling import compiled_units
 from zeroshard.config import Config
 from zeroshard.mixed_precision import Precision
 
@@ -25,6 +27,9 @@ def summary(engine: Any) -> str:
         "clipping": _clipping(config),
         "not finite": _not_finite(engine),
     }
+    compiled = compiled_units(engine.module)
+    if compiled:
+        rows["compiled"] = _compiled(compiled)
     return "\n".join(f"{name:12}{text}" for name, text in rows.items())
 
 
@@ -47,6 +52,15 @@ def _dtypes(engine: Any) -> str:
         compute += f"; kept in fp32: {shown}"
     buffers = config.data_types.buffer_dtype
     return compute + (f"; module buffers {buffers}" if buffers else "; module buffers as they are")
+
+
+def _compiled(names: Sequence[str]) -> str:
+    what = (
+        "the whole model"
+        if names == [""]
+        else f"{len(names)} modules ({names[0]}{', ...' if names[1:] else ''})"
+    )
+    return f"{what}; graphs are broken where weights come and go, and compiled in the first step only"
 
 
 def _batch(engine: Any) -> str:

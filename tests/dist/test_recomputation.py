@@ -8,47 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, features
+from models import Recomputed, features
 from pairs import STAGES, Pair
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-import zeroshard
 from zeroshard.testing import RankPool
 from zeroshard.trace import Action, Kind
 
 WAYS = ("reentrant", "torch", "zeroshard")
-
-
-class Recomputed(nn.Module):
-    """Blocks with dropout, each in a checkpoint of its own. `way` None runs it plainly."""
-
-    def __init__(self, way: str | None) -> None:
-        super().__init__()
-        self.way = way
-        self.embed = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Block(6, 5) for _ in range(4))
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(6, 3)
-
-    def recompute(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        if self.way is None:
-            return function(*args)
-        if self.way == "zeroshard":
-            return zeroshard.checkpointing.checkpoint(function, *args)
-        return torch_checkpoint(function, *args, use_reentrant=self.way == "reentrant")
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        return self.drop(self.blocks[index](x))
-
-    def middle(self, x: Tensor) -> Tensor:
-        for index in range(4):
-            x = self.recompute(self.part, x, index)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.embed(x))).square().mean()
 
 
 class Nested(Recomputed):
