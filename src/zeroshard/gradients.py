@@ -320,8 +320,8 @@ class GradientBuffer:
 class ReduceQueue:
     """Launches reductions in one order that all ranks keep, whatever order gradients come in.
 
-    A parameter that got no gradient on one rank delays its bucket there, but cannot reorder collectives into
-    a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
+    Whatever makes buckets ready at different moments on different ranks cannot reorder collectives into a hang: at
+    the end of the round every bucket is reduced, with zeros where nothing came.
     """
 
     def __init__(
@@ -341,6 +341,9 @@ class ReduceQueue:
         """A round ended without reduction since the last one that reduced."""
         self.averages = True
         """A step is due: what is reduced is averaged over replicas at once (MiCS)."""
+        self.early = False
+        """Buckets were reduced before the end of their backward since the last `flush`: gradients may have come
+        to them later, of weights that were used where nothing saw it."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
         self.clock: Clock | None = None
@@ -351,6 +354,8 @@ class ReduceQueue:
         self._averaging: list[GradientBuffer] = []
         self._has_replicas = any(gradient is not None and gradient.has_replicas for gradient in gradients)
         self._unaveraged = False
+        self._last: set[int] = set()
+        """Buckets to which gradients once came after their reduction: reduced at the end of the round."""
 
     def begin(self) -> None:
         """A backward starts."""
@@ -360,7 +365,9 @@ class ReduceQueue:
         self._next = 0
 
     def ready(self, bucket: int) -> None:
-        """A bucket is complete: launch it, and what waited for it."""
+        """No more gradients come to a bucket: launch it, and what waited for it."""
+        if bucket in self._last:
+            return
         if bucket not in self._ready:
             self._ready.add(bucket)
             self.observed.append(bucket)
@@ -382,11 +389,14 @@ class ReduceQueue:
         if self.nested and self.order:
             for bucket in self._late():
                 self._launch(bucket)
+        self._drain()
+        self.pending = False
+        self._unaveraged = self._has_replicas and not self.averages
+
+    def _drain(self) -> None:
         while self._flying:
             self._finish_oldest()
         self._finish_averages()
-        self.pending = False
-        self._unaveraged = self._has_replicas and not self.averages
 
     def _finish_oldest(self) -> None:
         gradient = self._flying.pop(0)
@@ -421,6 +431,12 @@ class ReduceQueue:
         return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
 
     def flush(self) -> None:
+        """Reduce all that is not reduced yet."""
+        self.flush_pending()
+        if self.early:
+            self.flush_late()
+
+    def flush_pending(self) -> None:
         """Reduce what only accumulated locally, all buckets at once; average what has not been."""
         if self.pending:
             before, (self.enabled, self.averages) = (self.enabled, self.averages), (True, True)
@@ -433,13 +449,29 @@ class ReduceQueue:
             self._finish_averages()
             self._unaveraged = False
 
+    @property
+    def has_late(self) -> bool:
+        """Gradients came on this rank after their bucket was reduced."""
+        return self.early and any(gradient is not None and gradient.has_local for gradient in self._gradients)
+
+    def flush_late(self) -> None:
+        """Reduce what came after its bucket was reduced, on any rank."""
+        self.early = False
+        late = self._late()
+        self._last.update(late)
+        before, self.averages = self.averages, True
+        for bucket in late:
+            self._launch(bucket)
+        self._drain()
+        self.averages = before
+
     def clear(self) -> None:
         """Drop all gradients."""
         self._flying, self._averaging = [], []
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.clear()
-        self.pending = self._unaveraged = False
+        self.pending = self._unaveraged = self.early = False
 
     def agreed_order(self) -> list[int]:
         """The observed order, completed by the buckets that never became ready."""
