@@ -20,6 +20,7 @@ from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
+from zeroshard.full_state import FullState
 from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
 from zeroshard.guard import LEAF_MARK, home_of
 from zeroshard.hooks import install
@@ -27,7 +28,7 @@ from zeroshard.layout import Layout, ModuleSpec, plan_layout
 from zeroshard.leaves import leaves_by_granularity, unmatched_leaves
 from zeroshard.loss_scale import LossScale
 from zeroshard.lr_schedules import build_schedule
-from zeroshard.materialize import Description, Groups, build_buffer, build_gradients, describe, move_buffers
+from zeroshard.materialize import Description, Groups, build_buffer, describe, make_trainable, move_buffers
 from zeroshard.mixed_precision import DTYPES, Precision
 from zeroshard.monitor import Monitor
 from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
@@ -36,6 +37,7 @@ from zeroshard.progress import Progress
 from zeroshard.states import States
 from zeroshard.streams import Lane
 from zeroshard.tiles import Tiles
+from zeroshard.trainables import Trainables
 from zeroshard.update import Update
 
 log = logging.getLogger("zeroshard")
@@ -88,22 +90,25 @@ def build_engine(
         autocast=precision.autocast,
         loss_scale=loss_scale if precision.needs_loss_scale else None,
     )
-    handles = install(description.modules, description.parameters, layout, executor, boundary, kept)
+    handles = install(description.modules, layout, executor, boundary, kept)
     states = States(
         buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
     )
+    update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
+    trainables = Trainables(model, description.parameters, states, policy, made, update, boundary)
+    full_state = FullState(states)
     return Engine(
         model,
         config=config,
         batch=batch,
         policy=policy,
-        layout=layout,
         states=states,
-        update=_make_update(config, precision, loss_scale, model, states, Tiles(policy.tile)),
+        update=update,
         access=Access(states, made),
+        full_state=full_state,
         boundary=boundary,
         progress=_make_progress(config, layout.numel, states),
-        handles=handles,
+        handles=[*trainables.install(), *handles, *full_state.install(model)],
         optimizer=made,
         scheduler=scheduler,
         device=device,
@@ -285,8 +290,9 @@ def _build(
     buffers, gradients = [], []
     for bucket in layout.buckets:
         parameters = [description.parameters[slot.name] for slot in bucket.slots]
-        buffers.append(build_buffer(bucket, parameters, groups, policy, lane, device))
-        gradients.append(build_gradients(bucket, groups, policy, device))
+        buffer = build_buffer(bucket, parameters, groups, policy, lane, device)
+        buffers.append(buffer)
+        gradients.append(make_trainable(buffer, groups, policy) if bucket.trainable else None)
     return buffers, gradients
 
 

@@ -27,7 +27,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import ShardedParameter
+from zeroshard.guard import sharded_class
 from zeroshard.layout import ALIGNMENT_BYTES, BucketLayout
 from zeroshard.streams import Lane
 
@@ -136,6 +136,7 @@ class FlatBuffer:
         self._status = Status.AVAILABLE
         self._work: Work | None = None
         self._versions: list[int] = []
+        self._guarded = False
         for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
             parameter.data = self._views[index]
             parameter._zeroshard = _Home(  # type: ignore[attr-defined]
@@ -170,6 +171,10 @@ class FlatBuffer:
 
     def wait(self) -> None:
         """The gathered weights may be used from here on. Nothing to do unless a gather is in flight."""
+        if self._guarded:
+            self._guarded = False
+            for parameter, cls in zip(self.parameters, self._classes, strict=True):
+                parameter.__class__ = cls
         if self._status is not Status.INFLIGHT:
             return
         assert self._work is not None
@@ -186,15 +191,21 @@ class FlatBuffer:
                 parameter.data = view
         self.accept_edits()
 
+    def guard(self) -> None:
+        """The weights stay, but nobody announced a use: `need` is to hear of the next one, until `wait`."""
+        self._guarded = True
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
+
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""
         self.wait()
         if not self.is_live:
             return
         self._move(Status.NOT_AVAILABLE)
-        for parameter in self.parameters:
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
             parameter.data = self._empty
-            parameter.__class__ = ShardedParameter
+            parameter.__class__ = sharded_class(cls)
         self._lane.wait_for_compute()
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
@@ -245,8 +256,8 @@ class FlatBuffer:
             with self._lane.entered():
                 self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def _mark_changed(self) -> None:
         """As after any optimizer's step: backward of a graph made with the old weights raises."""
@@ -277,6 +288,21 @@ class FlatBuffer:
             if self.master is not None and self.master is not self.shard:
                 edited = self._own != self.master.to(self._own.dtype)
                 self.master.copy_(torch.where(edited, self._own, self.master))
+        self._lane.wait_for_compute()
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Slot `index` is `value` (1-D, the same on all ranks) from here on: in what is gathered, in the shard, and
+        to the last digit in the master. Nobody may be reading the shard."""
+        slot, piece = self.layout.slots[index], self.layout.pieces(self.group.rank)[index]
+        own, part = slice(piece.at, piece.at + piece.numel), value[piece.start : piece.stop]
+        self._drop_second()
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
+            if self.is_live:
+                self.full[slot.offset : slot.end].copy_(value)
+            self.shard[own].copy_(part)
+            if self.master is not None and self.master is not self.shard:
+                self.master[own].copy_(part)
+        self._versions[index] = self.parameters[index]._version
         self._lane.wait_for_compute()
 
     def _drop_second(self) -> None:

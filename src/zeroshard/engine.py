@@ -27,8 +27,8 @@ from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
+from zeroshard.full_state import FullState, StateDicts
 from zeroshard.inquiries import Inquiries
-from zeroshard.layout import Layout
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
@@ -38,7 +38,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, nn.Module):
+class Engine(Inquiries, StateDicts, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.
@@ -51,10 +51,10 @@ class Engine(Inquiries, nn.Module):
         config: Config,
         batch: BatchPlan,
         policy: Policy,
-        layout: Layout,
         states: States,
         update: Update,
         access: Access,
+        full_state: FullState,
         boundary: Boundary,
         progress: Progress,
         handles: list[RemovableHandle],
@@ -64,7 +64,7 @@ class Engine(Inquiries, nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config, self.policy, self.layout, self.device = config, policy, layout, device
+        self.config, self.policy, self.device = config, policy, device
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.training_dataloader: Any = None
         self.micro_steps = 0
@@ -74,6 +74,7 @@ class Engine(Inquiries, nn.Module):
         self._batch = batch
         self._update, self._access, self._boundary, self._progress = update, access, boundary, progress
         self._states, self._executor, self._handles = states, states.executor, handles
+        self._full_state = full_state
         self._forced: bool | None = None
         self._window = 0
         """Calls of `step` since the last update."""

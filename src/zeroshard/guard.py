@@ -13,6 +13,8 @@ fails, where a view of freed storage would crash the process.
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ShardedAccessError
 
-__all__ = ["LEAF_MARK", "Home", "ShardedParameter", "home_of", "refuse_access"]
+__all__ = ["LEAF_MARK", "Home", "ShardedParameter", "home_of", "refuse_access", "sharded_class"]
 
 
 LEAF_MARK = "_zeroshard_leaf"
@@ -195,6 +197,15 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         home_of(self).need("pickle")
         return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
+    """`ShardedParameter` for parameters of class `kind` (packed weights have one of their own): what the class says
+    and does stays, what reads elements is guarded."""
+    if kind is nn.Parameter:
+        return ShardedParameter
+    return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
 
 
 def _describe(parameter: Tensor) -> str:

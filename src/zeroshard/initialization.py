@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import Collectives, LocalCollectives, ballot, open_collectives, unanimous
 from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
@@ -83,6 +84,7 @@ def initialize(
         log.warning(
             "\n  ".join([f"{parsed.source}: keys without effect, or under an old name:", *parsed.notes])
         )
+    checkpointing.adopt(parsed)
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
     groups = open_groups(policy, world)

@@ -36,7 +36,6 @@ class Inquiries:
 
     config: Config
     policy: Policy
-    layout: Layout
     optimizer: Optimizer | None
     _batch: BatchPlan
     _update: Update
@@ -172,6 +171,11 @@ class Inquiries:
         return self.config.memory_breakdown
 
     # ---- what happens -------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Which parameters travel together, and where each one lies."""
+        return self._executor.layout
 
     @property
     def schedule(self) -> Schedule | None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import ballot, unanimous
 from zeroshard.errors import NonFiniteError, ScheduleError, StateError
 from zeroshard.finite import FiniteProbe
-from zeroshard.gradients import ShardSlice
+from zeroshard.gradients import GradientBuffer
 from zeroshard.loss_scale import LossScale
 from zeroshard.states import States
 from zeroshard.tiles import Tiles
@@ -99,12 +99,21 @@ class Update:
         self._states, self._executor, self._probe = states, states.executor, probe
         self._world, self._rank = states.world, states.rank
         self._buffers, self._gradients = states.buffers, states.gradients
-        self._trained = [gradient for gradient in states.gradients if gradient is not None]
+        self._trained: list[GradientBuffer] = []
         self._place = {name: index for index, name in enumerate(names)}
         self._in_a_row = 0
-        self._open_window()
+        self.backwards = self._dropped = 0
+        self._tokens, self._weighted = 0.0, 0
+        self.take_in()
         if loss_scale.at_minimum:
             probe.arm()
+
+    def take_in(self) -> None:
+        """There are buckets that train from here on, also in the middle of a window."""
+        for gradient in self._gradients:
+            if gradient is not None and gradient not in self._trained:
+                gradient.scale = self.loss_scale.value
+        self._trained = [gradient for gradient in self._gradients if gradient is not None]
 
     # ---- before -------------------------------------------------------------------------------------
 
@@ -120,7 +129,7 @@ class Update:
                 "torch's GradScaler drives this step, and would decide on each rank alone whether to skip it. "
                 'Remove it: "fp16" or "torch_autocast" in the config brings a loss scale for all ranks.'
             )
-        self._check_nothing_ignored(optimizer)
+        self._check_nothing_ignored()
         for buffer in self._buffers:
             if buffer.layout.resident and buffer.edited():
                 buffer.write_back()
@@ -161,8 +170,8 @@ class Update:
         else:
             self._probe.disarm()
 
-    def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
-        """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
+    def _check_nothing_ignored(self) -> None:
+        """What the update would silently leave out: a `.grad` set by hand."""
         with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
             stray = [
                 slot.name
@@ -173,17 +182,9 @@ class Update:
         if stray:
             raise StateError(
                 f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would "
-                f"ignore it: it was assigned by hand, or the parameter was frozen when `initialize` saw it "
-                f"and trains now. Gradients must come from backward(); of what is to be unfrozen later, set "
-                f"requires_grad to False only after `initialize`."
+                f"ignore it: it was assigned by hand, or requires_grad was set after the forward began. "
+                f"Gradients must come from backward(); freeze and unfreeze between two steps."
             )
-        for number, group in enumerate(optimizer.param_groups):
-            if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
-                raise StateError(
-                    f"the optimizer's group {number} got parameters after `initialize`, which the step would "
-                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may "
-                    f"wait its turn."
-                )
 
     def _agree(self) -> _Agreed:
         """One small sum over all ranks."""

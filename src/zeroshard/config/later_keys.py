@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.config.status import Key, alias, keys, not_yet, refused
+from zeroshard.config.status import Key, alias, keys, no_effect, not_yet, refused, used
 
 __all__ = ["LATER_KEYS"]
 
@@ -26,11 +26,28 @@ LATER_KEYS: tuple[Key, ...] = (
     *keys(
         "activation_checkpointing",
         "A",
-        not_yet("activation checkpointing; until then use torch.utils.checkpoint"),
+        no_effect("saved activations are cut over model-parallel ranks only, and there are none"),
         partition_activations="Shard saved activations across model-parallel ranks.",
-        cpu_checkpointing="Move saved activations to host memory.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        no_effect(
+            "torch's allocator uses the memory of saved activations again, in blocks of the same sizes"
+        ),
         contiguous_memory_optimization="Pack saved activation shards into preallocated buffers.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        no_effect("nothing is allocated ahead for activations, so their number need not be known"),
         number_checkpoints="Number of checkpointed layers.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        used("checkpointing.checkpoint"),
+        cpu_checkpointing="Move saved activations to host memory.",
         synchronize_checkpoint_boundary="Device synchronise at checkpoint start and end.",
         profile="Log forward and backward time per checkpoint call.",
     ),

@@ -55,7 +55,7 @@ class Aio(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`."""
+    """`activation_checkpointing`: how `zeroshard.checkpointing.checkpoint` works."""
 
     partition_activations: Bool = False
     cpu_checkpointing: Bool = False
