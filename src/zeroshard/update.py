@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,8 +194,8 @@ class Update:
         votes = ballot([self._executor.gather_digest, order_digest])
         flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
         counted = float(self.backwards - self._dropped)
-        late = float(self._executor.reduces.has_late)
-        head = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), late]
+        in_time = float(not self._executor.reduces.has_late)
+        head = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), in_time]
         numbers = [*head, *votes, *flags]
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._states.device)
         if self._needs_norm:
@@ -213,8 +213,8 @@ class Update:
             )
         if same_order:
             self._executor.reduces.order = order
-        squares, tokens, weighted, counted, backwards, late = sums[: len(head)]
-        if late:
+        squares, tokens, weighted, counted, backwards, in_time = sums[: len(head)]
+        if in_time < self._world:
             self._executor.reduces.flush_late()
             return self._agree()
         self._adopt_flags(sums[start:])
@@ -359,6 +359,18 @@ class Update:
         """The gradients of this window are dropped. That there were backwards is remembered until the step."""
         self._tokens, self._weighted = 0.0, 0
         self._dropped = self.backwards
+
+    def counters(self) -> dict[str, int]:
+        """What is saved of it, besides the loss scale."""
+        return {
+            "global_steps": self.attempted,
+            "skipped_steps": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+        }
+
+    def set_counters(self, saved: Mapping[str, Any]) -> None:
+        self.attempted, self.skipped = saved["global_steps"], saved["skipped_steps"]
+        self._in_a_row = saved.get("skipped_in_a_row", 0)
 
     def close(self) -> None:
         self._probe.disarm()
