@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeroshard.optimizers import Lion
 from zeroshard.tiles import Tiles, cut
+from zeroshard.update import Update
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,12 @@ def test_only_optimizers_that_are_known_and_alone_are_cut() -> None:
     assert Tiles.suit(AdamW(params))
     assert Tiles.suit(Lion(params))
     assert not Tiles.suit(Own(params))
-    hooked = AdamW(params)
-    hooked.register_step_pre_hook(lambda *_: None)  # the engine's own
-    assert Tiles.suit(hooked)
-    hooked.register_step_pre_hook(lambda *_: None)
-    assert not Tiles.suit(hooked)
+    ours, theirs, everybodys = AdamW(params), AdamW(params), AdamW(params)
+    ours.register_step_pre_hook(Update.before)
+    assert Tiles.suit(ours)
+    theirs.register_step_post_hook(lambda *_: None)
+    assert not Tiles.suit(theirs)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert not Tiles.suit(everybodys)
+    handle.remove()
+    assert Tiles.suit(everybodys)

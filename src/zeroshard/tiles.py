@@ -72,12 +72,20 @@ class Tiles:
 
     @staticmethod
     def suit(optimizer: Optimizer) -> bool:
-        """Its groups can be cut. The engine's own hooks are one before and one after."""
-        own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+        """Its groups can be cut: it is known, and nobody but the engine hooks its step."""
         module = sys.modules[Optimizer.__module__]
-        everybodys = [getattr(module, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
-        alone = all(hooks is not None and len(hooks) <= 1 for hooks in own) and not any(everybodys)
-        return type(optimizer) in _KNOWN and alone
+        hooks: list[Any] = []
+        for when in ("pre", "post"):
+            for owner, name in (
+                (optimizer, f"_optimizer_step_{when}_hooks"),
+                (module, f"_global_optimizer_{when}_hooks"),
+            ):
+                if not hasattr(owner, name):  # another torch: who hooks is not known
+                    return False
+                hooks += getattr(owner, name).values()
+        package = __name__.partition(".")[0]
+        ours = all(str(getattr(hook, "__module__", "")).startswith(f"{package}.") for hook in hooks)
+        return type(optimizer) in _KNOWN and ours
 
     def open(self, optimizer: Optimizer, gradients: Sequence[GradientBuffer], factor: float) -> None:
         """`step` begins: show `gradients` to it, in the dtype of the masters and times `factor`."""
