@@ -277,6 +277,7 @@ class Engine(Inquiries, StateDicts, nn.Module):
         else:
             due = self._update.backwards % self._batch.accumulation_steps == 0
         self._executor.reduces.enabled = self._sync and (self.policy.reduce_every_backward or due)
+        self._executor.reduces.averages = due
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_open("optimizer.step")

@@ -26,12 +26,13 @@ from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
-from zeroshard.gradients import GradientBuffer, ReduceQueue
+from zeroshard.gradients import GradientBuffer
 from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
 from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
 from zeroshard.reads import UnannouncedReads
+from zeroshard.reductions import ReduceQueue
 from zeroshard.trace import Action, Kind, digest
 from zeroshard.unwinding import NEVER, Unwinding
 

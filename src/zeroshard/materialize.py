@@ -38,12 +38,15 @@ class Groups:
     gather: Collectives
     reduce: Collectives
     replicate: Collectives
+    secondary: Collectives | None = None
+    """The neighbours that share a second copy of gathered parameters (hpZ)."""
     owned: tuple[dist.ProcessGroup, ...] = ()
     """Process groups made for these collectives, which end with them."""
 
     def close(self) -> None:
-        for group in (self.gather, self.reduce, self.replicate):
-            group.close()
+        for group in (self.gather, self.reduce, self.replicate, self.secondary):
+            if group is not None:
+                group.close()
         for made in self.owned:
             dist.destroy_process_group(made)
 
@@ -150,7 +153,16 @@ def build_buffer(
         master: Tensor | None = None
         if layout.trainable and dtype.itemsize < 4 and policy.wide_masters:
             master = source[own].to(torch.float32, copy=True)
-    return FlatBuffer(layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane)
+    return FlatBuffer(
+        layout,
+        parameters,
+        full=full,
+        shard=shard,
+        master=master,
+        group=shard_group,
+        lane=lane,
+        secondary=groups.secondary,
+    )
 
 
 def _place(

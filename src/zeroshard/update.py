@@ -27,6 +27,7 @@ from zeroshard.finite import FiniteProbe
 from zeroshard.gradients import GradientBuffer
 from zeroshard.loss_scale import LossScale
 from zeroshard.states import States
+from zeroshard.tiles import Tiles
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["PATIENCE", "StepResult", "Update"]
@@ -77,10 +78,12 @@ class Update:
         loss_scale: LossScale,
         probe: FiniteProbe,
         names: Sequence[str],
+        tiles: Tiles,
     ) -> None:
         """`skips`: gradients that are not finite skip the step. `tolerates_unused`: parameters without any are
         left alone. `names`: parameters in order of definition."""
         self.loss_scale = loss_scale
+        self.tiles = tiles
         self.attempted = 0
         """Optimizer steps, applied or skipped."""
         self.skipped = 0
@@ -158,9 +161,7 @@ class Update:
             )
         coefficient = _coefficient(norm, self._clipping) if norm is not None and finite else 1.0
         weight = self._world / agreed.tokens if agreed.tokens else 1.0
-        for gradient in self._trained:
-            gradient.promote(coefficient * weight)
-            gradient.updating = True
+        self.tiles.open(optimizer, self._trained, coefficient * weight)
         self.last = StepResult(norm, coefficient, loss_scale=scale)
         self._in_a_row = 0
         self.loss_scale.update(overflow=False)
@@ -333,6 +334,7 @@ class Update:
 
     def after(self) -> None:
         """The optimizer has updated the masters."""
+        self.tiles.close()
         for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
@@ -360,6 +362,7 @@ class Update:
 
     def close(self) -> None:
         self._probe.disarm()
+        self.tiles.close()
         self._trained.clear()
 
     def _open_window(self) -> None:

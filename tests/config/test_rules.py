@@ -64,6 +64,7 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "buffer_count": 9}}},
         {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
         {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"zero_optimization": {"zero_hpz_partition_size": 0, "mics_shard_size": 0}},
         {"sequence_parallel_size": 1},
         {"aio": {"block_size": 4096}},
         {"comet": {"enabled": False, "project": "runs"}},
@@ -110,9 +111,7 @@ NOT_YET = {
     "checkpoint.load_universal": True,
     "checkpoint.writer": {},
     "zero_optimization.zenflow": {},
-    "zero_optimization.zero_hpz_partition_size": 2,
     "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.mics_shard_size": 2,
     "comet.enabled": True,
     "flops_profiler.enabled": True,
     "comms_logger.enabled": True,
@@ -270,6 +269,18 @@ def test_no_effect_parameters_of_the_optimizer() -> None:
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             ("offload_optimizer.device", "stage 1"),
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "mics_shard_size": 4}},
+            (
+                "zero_optimization.mics_shard_size = 4",
+                "needs zero_optimization.stage 1 or more",
+                "set stage to 1",
+            ),
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}},
+            ("zero_optimization.zero_hpz_partition_size = 8", "the stage is 2", "set stage to 3"),
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
