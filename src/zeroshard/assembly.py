@@ -39,6 +39,7 @@ from zeroshard.streams import Lane
 from zeroshard.tiles import Tiles
 from zeroshard.trainables import Trainables
 from zeroshard.update import Update
+from zeroshard.watching import groups_for, tell_about
 
 log = logging.getLogger("zeroshard")
 
@@ -70,6 +71,7 @@ def build_engine(
     root = _with_leaves(description, config, is_first=groups.gather.rank == groups.replicate.rank == 0)
     layout = plan_layout(root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
+    tell_about(model, layout, groups)
     precision.cast_buffers(model)
     move_buffers(model, groups, device)
     slices = _slices(layout, buffers, gradients, made is not None)
@@ -290,9 +292,10 @@ def _build(
     buffers, gradients = [], []
     for bucket in layout.buckets:
         parameters = [description.parameters[slot.name] for slot in bucket.slots]
-        buffer = build_buffer(bucket, parameters, groups, policy, lane, device)
+        named = groups_for(bucket, groups)
+        buffer = build_buffer(bucket, parameters, named, policy, lane, device)
         buffers.append(buffer)
-        gradients.append(make_trainable(buffer, groups, policy) if bucket.trainable else None)
+        gradients.append(make_trainable(buffer, named, policy) if bucket.trainable else None)
     return buffers, gradients
 
 

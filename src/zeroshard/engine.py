@@ -23,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
+from zeroshard.checkpoint.methods import Checkpoints
+from zeroshard.checkpoint.saving import Saver
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
@@ -38,7 +40,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, StateDicts, nn.Module):
+class Engine(Inquiries, StateDicts, Checkpoints, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.
@@ -81,6 +83,7 @@ class Engine(Inquiries, StateDicts, nn.Module):
         self._managed_backward = False
         self._sync = True
         self._closed = False
+        self._saver = Saver()
         self._executor.on_backward = self._begin_backward
         self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
@@ -410,6 +413,7 @@ class Engine(Inquiries, StateDicts, nn.Module):
             return
         if self._executor.is_held:
             raise StateError("close() inside engine.gathered(): leave the block first")
+        self._saver.close()
         self._executor.end_step()
         self._executor.reduces.clear()
         self._closed = True

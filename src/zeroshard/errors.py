@@ -8,7 +8,9 @@
     ├── ShardedAccessError     a sharded parameter was read where it cannot be gathered
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
-    │   └── RankLostError      a peer went away; names the rank
+    │   ├── RankLostError      a peer went away; names the rank
+    │   └── DivergedError      ranks launched different collectives, or wait for each other
+    ├── CheckpointError        a checkpoint that cannot be written, read, or does not fit
     ├── StateError             an illegal move of a bucket or of the engine's life cycle
     └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
@@ -19,8 +21,10 @@ Asserts are kept for our own mistakes.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "ConfigError",
+    "DivergedError",
     "ModelError",
     "NonFiniteError",
     "NotYetError",
@@ -67,6 +71,14 @@ class CommError(ZeroShardError, RuntimeError):
 
 class RankLostError(CommError):
     """A peer rank closed its end; the message names it."""
+
+
+class DivergedError(CommError):
+    """Ranks launched different collectives, or wait for each other; the message says who is where."""
+
+
+class CheckpointError(ZeroShardError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
 
 
 class StateError(ZeroShardError, RuntimeError):

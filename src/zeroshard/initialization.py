@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
-from zeroshard.comm import Collectives, LocalCollectives, ballot, open_collectives, unanimous
+from zeroshard.comm import Collectives, LocalCollectives, ballot, new_group, open_collectives, unanimous
 from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
@@ -179,7 +179,7 @@ def open_groups(policy: Policy, world: World) -> Groups:
     def opened(partition: list[list[int]]) -> Collectives:
         if len(partition[0]) == 1:
             return LocalCollectives()
-        made = [dist.new_group(members) for members in partition]
+        made = [new_group(world.device, members) for members in partition]
         own = next(group for group, members in zip(made, partition, strict=True) if world.rank in members)
         owned.append(own)
         return open_collectives(own, world.device)

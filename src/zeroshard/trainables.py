@@ -34,6 +34,7 @@ from zeroshard.optimizer import needs_whole
 from zeroshard.policy import Policy
 from zeroshard.states import States
 from zeroshard.update import Update
+from zeroshard.watching import groups_for
 
 __all__ = ["Trainables"]
 
@@ -122,7 +123,9 @@ class Trainables:
         for bucket in fresh:
             buffer = states.buffers[bucket]
             buffer.layout = self._executor.layout.buckets[bucket]
-            states.gradients[bucket] = gradient = make_trainable(buffer, states.groups, self._policy)
+            states.gradients[bucket] = gradient = make_trainable(
+                buffer, groups_for(buffer.layout, states.groups), self._policy
+            )
             pieces = buffer.layout.pieces(buffer.group.rank)
             for part, piece in zip(states.slices[bucket], pieces, strict=False):  # none without an optimizer
                 part.train(buffer.owned, piece, gradient)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -359,6 +359,18 @@ class Update:
         """The gradients of this window are dropped. That there were backwards is remembered until the step."""
         self._tokens, self._weighted = 0.0, 0
         self._dropped = self.backwards
+
+    def counters(self) -> dict[str, int]:
+        """What is saved of it, besides the loss scale."""
+        return {
+            "global_steps": self.attempted,
+            "skipped_steps": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+        }
+
+    def set_counters(self, saved: Mapping[str, Any]) -> None:
+        self.attempted, self.skipped = saved["global_steps"], saved["skipped_steps"]
+        self._in_a_row = saved.get("skipped_in_a_row", 0)
 
     def close(self) -> None:
         self._probe.disarm()

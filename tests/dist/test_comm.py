@@ -18,7 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import Collectives, SharedMemoryCollectives, TorchCollectives, open_collectives
+from zeroshard.comm import (
+    Collectives,
+    RecordingCollectives,
+    SharedMemoryCollectives,
+    TorchCollectives,
+    open_collectives,
+)
 from zeroshard.comm.peers import REACTOR
 from zeroshard.comm.shared_memory import _SharedWork
 from zeroshard.errors import CommError, RankLostError
@@ -34,7 +40,8 @@ def opened(kind: str) -> Collectives:
     if kind == "torch":
         return TorchCollectives(dist.group.WORLD)
     seam = open_collectives(None, CPU)
-    assert isinstance(seam, SharedMemoryCollectives)
+    assert isinstance(seam, RecordingCollectives)
+    assert isinstance(seam.inner, SharedMemoryCollectives)
     return seam
 
 
@@ -216,13 +223,13 @@ def flood(rank: int, world: int) -> int:
     for work in reversed(works):
         work.wait()
     assert all(tensor[0] == i for i, tensor in enumerate(tensors))
-    mapped = seam._pool.mapped_bytes  # type: ignore[attr-defined]
+    mapped = seam.inner._pool.mapped_bytes  # type: ignore[attr-defined]
     big = torch.ones(200_000)
     for _ in range(50):
         seam.all_reduce(big, average=True).wait()
-    assert seam._pool.mapped_bytes <= mapped + 4 * (1 << 20)  # type: ignore[attr-defined]
+    assert seam.inner._pool.mapped_bytes <= mapped + 4 * (1 << 20)  # type: ignore[attr-defined]
     seam.close()
-    return len(seam._inboxes) + len(seam._works)  # type: ignore[attr-defined]
+    return len(seam.inner._inboxes) + len(seam.inner._works)  # type: ignore[attr-defined]
 
 
 def test_a_flood_neither_deadlocks_nor_leaks(ranks2: RankPool) -> None:
@@ -332,13 +339,14 @@ def test_torch_says_that_a_peer_is_gone(ranks2: RankPool) -> None:
 
 def misuse(rank: int, world: int) -> list[str]:
     seam = opened("shared memory")
-    assert isinstance(seam, SharedMemoryCollectives)
+    assert isinstance(seam, RecordingCollectives)
+    assert isinstance(seam.inner, SharedMemoryCollectives)
     texts = []
     work = seam.all_reduce(torch.ones(8 + rank), average=False)
     with pytest.raises(CommError) as caught:
         work.wait()
     texts.append(str(caught.value))
-    seam._timeout = 0.3
+    seam.inner._timeout = seam.record.timeout = 0.3
     if rank == 0:
         with pytest.raises(CommError) as caught:
             seam.all_gather(torch.ones(world), torch.ones(1)).wait()
@@ -382,7 +390,8 @@ def fall_back(rank: int, world: int, cause: str) -> tuple[str, list[tuple[int, s
     assert tensor.tolist() == [world] * 3
     seam.close()
     logging.getLogger("zeroshard").removeHandler(lines)
-    return type(seam).__name__, lines.lines
+    assert isinstance(seam, RecordingCollectives)
+    return type(seam.inner).__name__, lines.lines
 
 
 @pytest.mark.parametrize("cause", ["no room", "environment", "two hosts"])
@@ -412,7 +421,7 @@ def subgroups(rank: int, world: int) -> list[str]:
             assert tensor[0] == rank % 2 + 2
             seam.all_reduce(tensor.fill_(rank), average=True).wait()
             assert tensor[-1] == rank % 2 + 1
-        kinds.append(type(seam).__name__)
+        kinds.append(type(seam.inner if isinstance(seam, RecordingCollectives) else seam).__name__)
         seam.close()
     with pytest.raises(CommError, match="not in the group"):
         TorchCollectives(pairs[1 - rank % 2])
@@ -448,6 +457,8 @@ def test_nothing_is_left_behind_when_all_are_killed(tmp_path: Path) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASH)
     before = set(os.listdir("/dev/shm"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=True
+    )
     assert done.stdout.split() == ["2"], done.stderr
     assert set(os.listdir("/dev/shm")) <= before

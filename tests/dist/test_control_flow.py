@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.buffers import FlatBuffer
-from zeroshard.errors import ScheduleError, ShardedAccessError, StateError
+from zeroshard.errors import DivergedError, ScheduleError, ShardedAccessError, StateError
 from zeroshard.gradients import GradientBuffer
 from zeroshard.testing import RankPool, RunFailedError
 from zeroshard.trace import Action, Kind
@@ -202,17 +202,23 @@ def test_equal_to_plain_pytorch(ranks2: RankPool, case: Callable[..., float]) ->
     assert max(ranks2.run(case)) <= 1e-6
 
 
-def different_modules(rank: int, world: int) -> None:
-    engine, _, _, _ = start()
+def different_modules(rank: int, world: int, shared: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROSHARD_SHARED_MEMORY", shared)
+        engine, _, _, _ = start()
     for step in range(3):
         engine.backward(engine(features(step, 0, rank), (rank, 2)).square().mean())
         engine.step()
 
 
-def test_ranks_that_run_different_modules_are_told(ranks2: RankPool) -> None:
-    with pytest.raises(RunFailedError, match="did not run the same modules") as error:
-        ranks2.run(different_modules)
-    assert all(isinstance(outcome.exception, ScheduleError) for outcome in error.value.outcomes)
+@pytest.mark.parametrize(("shared", "error"), [("0", ScheduleError), ("1", DivergedError)])
+def test_ranks_that_run_different_modules_are_told(
+    ranks2: RankPool, shared: str, error: type[Exception]
+) -> None:
+    """At the step; before the data are used where the seam can compare. `test_divergence.py` has more."""
+    with pytest.raises(RunFailedError, match="ran different modules|did not run the same modules") as caught:
+        ranks2.run(different_modules, shared)
+    assert all(isinstance(outcome.exception, error) for outcome in caught.value.outcomes)
 
 
 def outside(rank: int, world: int) -> dict[str, str]:

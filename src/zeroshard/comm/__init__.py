@@ -4,10 +4,11 @@ Read `seam.py` first (the protocol), then `choose.py` (which implementation a gr
 """
 
 from zeroshard.comm.agreement import ballot, unanimous
-from zeroshard.comm.choose import open_collectives
+from zeroshard.comm.choose import new_group, open_collectives
 from zeroshard.comm.counting import CountingCollectives, Traffic
 from zeroshard.comm.fake import FakeCollectives
 from zeroshard.comm.local import LocalCollectives
+from zeroshard.comm.recorder import RecordingCollectives, labelled
 from zeroshard.comm.seam import Collectives, Done, Work
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
@@ -18,11 +19,14 @@ __all__ = [
     "Done",
     "FakeCollectives",
     "LocalCollectives",
+    "RecordingCollectives",
     "SharedMemoryCollectives",
     "TorchCollectives",
     "Traffic",
     "Work",
     "ballot",
+    "labelled",
+    "new_group",
     "open_collectives",
     "unanimous",
 ]

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.check import checker_for
 from zeroshard.comm.local import LocalCollectives
+from zeroshard.comm.record import GroupRecord
+from zeroshard.comm.recorder import RecordingCollectives
 from zeroshard.comm.rendezvous import Listener, Offer, connect_all
 from zeroshard.comm.seam import Collectives
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
+from zeroshard.comm.watch import debugs_collectives, process_watch
 from zeroshard.errors import CommError
 
-__all__ = ["open_collectives"]
+__all__ = ["new_group", "open_collectives"]
 
 _LOG = logging.getLogger("zeroshard")
 _CONNECT_TIMEOUT = 60.0  # seconds
 _DEFAULT_TIMEOUT = 1800.0  # seconds; torch's own default
 
 _T = TypeVar("_T")
+
+_opened: Counter[str] = Counter()
+"""How often collectives of each process group were opened: the same count on all its ranks."""
 
 
 def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
@@ -45,8 +54,37 @@ def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> C
     if carried_by_torch.size == 1:
         return LocalCollectives()
     if device.type == "cpu":
-        return _open_shared_memory(group, carried_by_torch.rank) or carried_by_torch
-    return carried_by_torch
+        shared = _open_shared_memory(group, carried_by_torch.rank)
+        return _recorded(shared or carried_by_torch, group, device)
+    return _recorded(carried_by_torch, group, device)
+
+
+def new_group(device: torch.device, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A process group of these ranks (default all) with the time-out of the default group, which torch's own
+    `new_group` does not take over. All ranks call it."""
+    assert dist.group.WORLD is not None
+    timeout = datetime.timedelta(seconds=_timeout_of(dist.group.WORLD, device))
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+    return group
+
+
+def _recorded(inner: Collectives, group: dist.ProcessGroup, device: torch.device) -> RecordingCollectives:
+    """`inner` under the watch of this process, and compared between ranks where ZEROSHARD_DEBUG says so."""
+    watch = process_watch()
+    _opened[group.group_name] += 1
+    name = f"{group.group_name}.{_opened[group.group_name]}"
+    record = GroupRecord(name, dist.get_process_group_ranks(group), _timeout_of(group, device))
+    seconds = debugs_collectives()
+    modes = _exchange(seconds is not None, group)
+    if any(modes) != all(modes):
+        ranks = [rank for rank, on in zip(record.ranks, modes, strict=True) if on]
+        raise CommError(
+            f"ZEROSHARD_DEBUG=collectives is set on ranks {ranks} of {list(record.ranks)} only. Set it for all "
+            f"ranks, or for none."
+        )
+    checker = watch.checker = None if seconds is None else checker_for(watch, seconds)
+    watch.add(record)
+    return RecordingCollectives(inner, record, watch, checker)
 
 
 def _open_shared_memory(group: dist.ProcessGroup, rank: int) -> SharedMemoryCollectives | None:
@@ -70,7 +108,8 @@ def _open_shared_memory(group: dist.ProcessGroup, rank: int) -> SharedMemoryColl
             return None
     finally:
         listener.close()
-    return SharedMemoryCollectives(rank, dist.get_process_group_ranks(group), connections, _timeout_of(group))
+    ranks = dist.get_process_group_ranks(group)
+    return SharedMemoryCollectives(rank, ranks, connections, _timeout_of(group, torch.device("cpu")))
 
 
 def _agree(rank: int, offers: Sequence[Offer]) -> bool:
@@ -106,9 +145,9 @@ def _exchange(value: _T, group: dist.ProcessGroup) -> list[_T]:
     return gathered
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """The group's own time-out in seconds, which torch keeps in the options of its backend."""
     try:
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return _DEFAULT_TIMEOUT

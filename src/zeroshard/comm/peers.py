@@ -1,6 +1,6 @@
 """Messages between the ranks of one host: sockets, their framing, and one reactor per process.
 
-Bulk data never passes here; it lies in shared memory. What passes are notices of 32 bytes: that memory is
+Bulk data never passes here; it lies in shared memory. What passes are notices of 36 bytes: that memory is
 ready, that it was read. The kernel's socket calls order the memory accesses around them on every
 architecture, and a peer that dies closes its sockets at once, however it died.
 
@@ -33,7 +33,7 @@ PART = 3  # the sender's reduced part of it is there as well
 DONE = 4  # the sender has read what it needed from the receiver's memory
 FORGET = 5  # `block` will not be used again
 
-_HEADER = struct.Struct("<BBBBIQQQ")
+_HEADER = struct.Struct("<BBBBIIQQQ")
 _READ = 64 << 10
 _RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _SLICE = 0.05  # seconds in one poll: another thread may have read the message that this one waits for
@@ -45,6 +45,7 @@ class Message(NamedTuple):
     dtype: int = 0
     mode: int = 0
     block: int = 0
+    about: int = 0
     sequence: int = 0
     offset: int = 0
     nbytes: int = 0
@@ -52,7 +53,7 @@ class Message(NamedTuple):
 
 
 def encode(message: Message) -> bytes:
-    header = _HEADER.pack(*message[:8])
+    header = _HEADER.pack(*message[:9])
     return header if message.payload is None else header + message.payload
 
 

@@ -39,7 +39,7 @@ from zeroshard.comm.blocks import Block, BlockPool, bytes_of, elements, map_bloc
 from zeroshard.comm.peers import BLOCK, DONE, FORGET, PART, REACTOR, READY, Message, Peer, encode
 from zeroshard.comm.reduction import check_reducible, sum_in_rank_order
 from zeroshard.comm.seam import Done, Work
-from zeroshard.errors import CommError, RankLostError
+from zeroshard.errors import CommError, DivergedError, RankLostError
 
 __all__ = ["SharedMemoryCollectives"]
 
@@ -86,6 +86,8 @@ class SharedMemoryCollectives:
         self._global_ranks = list(global_ranks)
         self._others = [r for r in range(self._size) if r != rank]
         self._timeout = timeout
+        self.about = 0
+        """A checksum of what the next collectives are about, which all ranks must share."""
         self._sequence = 0
         self._works: dict[int, _SharedWork] = {}
         self._inboxes: dict[int, dict[int, dict[int, Message]]] = {}
@@ -350,7 +352,7 @@ class _SharedWork:
         self.group = group
         self.verb = verb
         self.sequence = sequence
-        self.dtype = tensor.dtype
+        self.dtype, self.about = tensor.dtype, group.about
         self.nbytes = tensor.numel() * tensor.itemsize
         self.inbox = inbox
         self.mode = _INLINE
@@ -408,13 +410,14 @@ class _SharedWork:
         self._steps = None  # and with it the caller's tensors
 
     def _check_agreement(self) -> None:
-        mine = (self.verb, _DTYPE_CODE[self.dtype], self.nbytes)
+        mine = (self.verb, _DTYPE_CODE[self.dtype], self.nbytes, self.about)
         for rank, message in self.inbox[READY].items():
-            if (message.verb, message.dtype, message.nbytes) != mine:
+            if (message.verb, message.dtype, message.nbytes, message.about) != mine:
                 dtype = _DTYPES[message.dtype]
                 theirs = f"{_VERBS[message.verb]} of {message.nbytes // dtype.itemsize} {dtype}"
-                self.error = CommError(
-                    f"{self}: global rank {self.group._global_ranks[rank]} launched {theirs} instead. All "
+                self.error = DivergedError(
+                    f"{self}: global rank {self.group._global_ranks[rank]} launched {theirs}"
+                    f"{'' if message.about == self.about else ' for other parameters'} instead. All "
                     "ranks of a group launch the same collectives in the same order."
                 )
 
@@ -474,6 +477,7 @@ class _SharedWork:
             _DTYPE_CODE[self.dtype],
             self.mode,
             0 if self._block is None else self._block.identity,
+            self.about,
             self.sequence,
             self._offset if payload is None else len(payload),
             self.nbytes,

@@ -6,7 +6,6 @@ from zeroshard.config.status import Key, alias, keys, no_effect, not_yet, refuse
 
 __all__ = ["LATER_KEYS"]
 
-CHECKPOINTS = not_yet("checkpoints")
 TENSOR = not_yet("tensor parallelism")
 REMOVED = refused("it is out of scope (removed in DeepSpeed 0.19.8 too)")
 OUT_OF_SCOPE = refused("it is out of scope")
@@ -54,30 +53,68 @@ LATER_KEYS: tuple[Key, ...] = (
     *keys(
         "checkpoint",
         "A",
-        CHECKPOINTS,
+        used("checkpoint.saving.Saver.save"),
         tag_validation="Reaction when ranks pass different tags.",
+    ),
+    *keys(
+        "checkpoint",
+        "A",
+        no_effect("the layout of a directory is recognised"),
         load_universal="Load universal format and the latest_universal pointer.",
+    ),
+    *keys(
+        "checkpoint",
+        "A",
+        not_yet("checkpoints on disks that ranks do not share"),
         use_node_local_storage="Use local rank as writer so each node saves its own copy.",
     ),
-    *keys("checkpoint", "B", CHECKPOINTS, checkpoint_serialization="Use zip serialisation in torch.save."),
+    *keys(
+        "checkpoint",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        keep_last="Checkpoints of the newest steps to keep (0: all). Not in DeepSpeed.",
+        keep_every="Besides those, keep checkpoints of every N-th step (0: none). Not in DeepSpeed.",
+    ),
+    *keys(
+        "checkpoint",
+        "B",
+        no_effect("tensors are written as safetensors, never with torch.save"),
+        checkpoint_serialization="Use zip serialisation in torch.save.",
+    ),
     *keys(
         "checkpoint.parallel_write",
         "B",
-        CHECKPOINTS,
+        no_effect("every rank always writes its own part"),
         pipeline_stage="Spread pipeline layer files over data-parallel ranks.",
     ),
-    *keys("checkpoint", "B", CHECKPOINTS, writer="The presence of this section chooses the fast writer."),
+    *keys(
+        "checkpoint",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        writer="The presence of this section chooses the fast writer.",
+    ),
     *keys(
         "checkpoint.writer",
         "B",
-        CHECKPOINTS,
+        no_effect("every rank writes one file, from the tensors' own memory, and every save logs its speed"),
         type="Checkpoint writer implementation.",
         io_buffer_size="Pinned buffer bytes.",
         io_buffer_double="Double buffering.",
         io_multiplier="Files per writer multiplier.",
         show_statistics="Print writer statistics.",
         data_parallel="Which ranks share writing.",
-        decoupled="Write asynchronously in another process, commit at next boundary.",
+    ),
+    *keys(
+        "checkpoint.writer",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        decoupled="Write while training goes on.",
+    ),
+    Key(
+        path="checkpoint.async",  # no name for a keyword argument
+        tier="B",
+        status=alias("checkpoint.writer.decoupled"),
+        meaning="Write while training goes on. Not in DeepSpeed.",
     ),
     *keys(
         "pipeline",

@@ -154,6 +154,8 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite)
     checkpoint_serialization: Bool = True
     writer: Writer | None = None
+    keep_last: NonNegativeInt = 0
+    keep_every: NonNegativeInt = 0
 
 
 class Nebula(Section):

@@ -64,7 +64,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        not_yet("checkpoints"),
+        no_effect("masters are saved in fp32 and restored exactly"),
         load_from_fp32_weights="On load, restore masters from saved fp32 rather than 16-bit weights.",
     ),
     *keys(
@@ -149,7 +149,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("checkpoints"),
+        no_effect("each rank reads its own part only"),
         pipeline_loading_checkpoint="Load stage-3 checkpoints rank after rank to limit host memory.",
     ),
     *keys(

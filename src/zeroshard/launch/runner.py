@@ -159,6 +159,9 @@ def describe_failure(failures: Mapping[int, Failure], nproc: int) -> str:
         message += f" ({', '.join(also)} in the same moment)"
     if failures[root].exitcode == -signal.SIGKILL:
         message += ", which is what the system does when memory runs out"
+    if failures[root].exitcode == -signal.SIGABRT:
+        message += ", which gloo does when ranks launch collectives of different sizes: run it again with "
+        message += "ZEROSHARD_DEBUG=collectives to see which"
     return message + ("; the others were stopped" if len(also) + 1 < nproc else "")
 
 

@@ -1,0 +1,50 @@
+"""What the watchdog of collectives tells about a model: which bucket a collective serves, what is frozen."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Collectives, RecordingCollectives, labelled
+from zeroshard.layout import BucketLayout, Layout
+from zeroshard.materialize import Groups
+
+__all__ = ["groups_for", "tell_about"]
+
+_SHOWN = 3
+"""Parameters named in full."""
+
+
+def groups_for(bucket: BucketLayout, groups: Groups) -> Groups:
+    """`groups`, whose collectives are recorded as those of `bucket`."""
+    names = [slot.name for slot in bucket.slots]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    label = f"{bucket.name!r} ({', '.join(names[:_SHOWN])}{more})"
+    named = {
+        field.name: labelled(group, label)
+        for field in fields(groups)
+        if isinstance(group := getattr(groups, field.name), Collectives)
+    }
+    return replace(groups, **named)  # type: ignore[arg-type]
+
+
+def tell_about(model: nn.Module, layout: Layout, groups: Groups) -> None:
+    """Let the records of `groups` look up what `model` trains, when they are asked."""
+    model_ref = weakref.ref(model)
+    trained = [slot.name for bucket in layout.buckets if bucket.trainable for slot in bucket.slots]
+
+    def facts() -> tuple[tuple[str, ...], bool]:
+        module = model_ref()
+        if module is None:
+            return (), True
+        with torch._C.DisableTorchFunctionSubclass():
+            train = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        return tuple(name for name in trained if name not in train), module.training
+
+    for field in fields(groups):
+        group = getattr(groups, field.name)
+        if isinstance(group, RecordingCollectives):
+            group.record.facts = facts
