@@ -56,6 +56,10 @@ def _tiles(groups: Sequence[dict[str, Any]], limit: int) -> Iterator[dict[str, A
             yield {**group, "params": params[run.start : run.stop]}
 
 
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith("zeroshard.")
+
+
 class Tiles:
     """The tiles of one engine's optimizer."""
 
@@ -72,11 +76,13 @@ class Tiles:
 
     @staticmethod
     def suit(optimizer: Optimizer) -> bool:
-        """Its groups can be cut. The engine's own hooks are one before and one after."""
+        """Its groups can be cut: nobody but the engine looks on as it steps."""
         own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
         module = sys.modules[Optimizer.__module__]
         everybodys = [getattr(module, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
-        alone = all(hooks is not None and len(hooks) <= 1 for hooks in own) and not any(everybodys)
+        alone = not any(everybodys) and all(
+            hooks is not None and all(_is_ours(hook) for hook in hooks.values()) for hooks in own
+        )
         return type(optimizer) in _KNOWN and alone
 
     def open(self, optimizer: Optimizer, gradients: Sequence[GradientBuffer], factor: float) -> None:
