@@ -69,7 +69,7 @@ start = time.process_time()
 import zeroshard
 print(time.process_time() - start)
 """
-    assert min(float(run(code).stdout) for _ in range(3)) <= 0.2
+    assert any(float(run(code).stdout) <= 0.2 for _ in range(3))
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -268,7 +268,7 @@ class Executor:
 
     def _begin_forward(self, bucket: int) -> None:
         self._uses[bucket].forwards += 1
-        if self._records_grad and self.layout.buckets[bucket].trainable and not self.in_backward:
+        if self._records_grad and bucket not in self.untrained and not self.in_backward:
             self._order.begin_use(bucket)
         self.at(Kind.FORWARD, bucket)
 

@@ -56,6 +56,10 @@ def _tiles(groups: Sequence[dict[str, Any]], limit: int) -> Iterator[dict[str, A
             yield {**group, "params": params[run.start : run.stop]}
 
 
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith("zeroshard.")
+
+
 class Tiles:
     """The tiles of one engine's optimizer."""
 
@@ -72,20 +76,14 @@ class Tiles:
 
     @staticmethod
     def suit(optimizer: Optimizer) -> bool:
-        """Its groups can be cut: it is known, and nobody but the engine hooks its step."""
+        """Its groups can be cut: nobody but the engine looks on as it steps."""
+        own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
         module = sys.modules[Optimizer.__module__]
-        hooks: list[Any] = []
-        for when in ("pre", "post"):
-            for owner, name in (
-                (optimizer, f"_optimizer_step_{when}_hooks"),
-                (module, f"_global_optimizer_{when}_hooks"),
-            ):
-                if not hasattr(owner, name):  # another torch: who hooks is not known
-                    return False
-                hooks += getattr(owner, name).values()
-        package = __name__.partition(".")[0]
-        ours = all(str(getattr(hook, "__module__", "")).startswith(f"{package}.") for hook in hooks)
-        return type(optimizer) in _KNOWN and ours
+        everybodys = [getattr(module, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
+        alone = not any(everybodys) and all(
+            hooks is not None and all(_is_ours(hook) for hook in hooks.values()) for hooks in own
+        )
+        return type(optimizer) in _KNOWN and alone
 
     def open(self, optimizer: Optimizer, gradients: Sequence[GradientBuffer], factor: float) -> None:
         """`step` begins: show `gradients` to it, in the dtype of the masters and times `factor`."""

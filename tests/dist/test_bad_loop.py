@@ -183,7 +183,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "kind", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
 )
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_mistakes_in_the_loop(
     ranks2: RankPool, stage: int, case: Any, kind: str, words: tuple[str, ...]
 ) -> None:
@@ -210,7 +210,7 @@ def mixed_weights(rank: int, world: int, stage: int, where: str) -> tuple[str, s
 
 
 @pytest.mark.parametrize("where", ["rank", "micro"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_weighted_and_unweighted_do_not_mix(ranks2: RankPool, stage: int, where: str) -> None:
     for kind, message in ranks2.run(mixed_weights, stage, where):
         assert kind == "StateError"
