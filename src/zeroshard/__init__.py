@@ -16,9 +16,11 @@ from zeroshard import errors
 if TYPE_CHECKING:
     from zeroshard import zero
     from zeroshard.config import Config
+    from zeroshard.construction import Init
     from zeroshard.data import RepeatingLoader
     from zeroshard.engine import Engine, StepResult
     from zeroshard.initialization import initialize
+    from zeroshard.loading import load_pretrained
     from zeroshard.parameters import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -39,12 +41,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Engine",
+    "Init",
     "RepeatingLoader",
     "StepResult",
     "ZeroParamStatus",
     "__version__",
     "errors",
     "initialize",
+    "load_pretrained",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -63,10 +67,12 @@ __all__ = [
 _HOME_OF = {
     "Config": ("zeroshard.config", "Config"),
     "Engine": ("zeroshard.engine", "Engine"),
+    "Init": ("zeroshard.construction", "Init"),
     "RepeatingLoader": ("zeroshard.data", "RepeatingLoader"),
     "StepResult": ("zeroshard.engine", "StepResult"),
     "ZeroParamStatus": ("zeroshard.buffers", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),
+    "load_pretrained": ("zeroshard.loading", "load_pretrained"),
     **{name: ("zeroshard.parameters", name) for name in __all__ if name.startswith("safe_")},
 }
 

@@ -5,6 +5,7 @@
     │   ├── UnknownKeyError    a key nobody knows; carries the nearest known one
     │   └── NotYetError        a key that is known but not implemented in this release
     ├── ModelError             the model handed to `initialize` (no parameters, foreign optimizer, ...)
+    ├── CheckpointError        weights on disk that are missing, damaged or do not fit the model
     ├── ShardedAccessError     a sharded parameter was read where it cannot be gathered
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
@@ -19,6 +20,7 @@ Asserts are kept for our own mistakes.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "ModelError",
@@ -51,6 +53,10 @@ class NotYetError(ConfigError, NotImplementedError):
 
 class ModelError(ZeroShardError, ValueError):
     """The model, or the optimizer that came with it, cannot be trained as it is."""
+
+
+class CheckpointError(ZeroShardError, ValueError):
+    """Weights on disk that are missing, damaged, or do not fit the model; the message names file and tensor."""
 
 
 class ShardedAccessError(ZeroShardError, RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.guard import home_of
+from zeroshard.guard import has_engine, home_of
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -29,8 +29,7 @@ __all__ = [
 
 
 def _access(parameter: nn.Parameter) -> Any:
-    home = home_of(parameter)
-    return None if home is None else home.buffer.access
+    return home_of(parameter).access if has_engine(parameter) else None
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
