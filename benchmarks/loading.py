@@ -5,7 +5,7 @@
     python benchmarks/loading.py --demo          the demo's model of 135 M parameters, built with random weights
 
 The model is a Llama of transformers; its file is made in a temporary directory, which goes afterwards. Figures
-are of `Pss_Anon + Pss_Shmem` (/proc/self/smaps_rollup, every few milliseconds), above what the process had after
+are of `Pss_Anon + Pss_Shmem` (/proc/self/smaps_rollup, every 20 ms), above what the process had after
 its imports: memory that the rank has for itself, and its part of memory that ranks share. VmHWM would count pages
 of the mapped weight file, which the kernel may drop at any time and which ranks share, and would count the shared
 memory of a rank for each rank that has it mapped; it is shown as well.
@@ -45,7 +45,7 @@ class Peak:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(0.002):
+        while not self._stop.wait(0.02):
             self._most = max(self._most, own_bytes())
 
     def finish(self) -> tuple[int, int, int]:
@@ -118,12 +118,12 @@ def initialize(model: Any) -> Any:
     return zeroshard.initialize(model=model, config=CONFIG)[0]
 
 
-def plain(path: str, shape: Any) -> Any:
-    return auto().from_pretrained(path)
+def plain_random(path: str, shape: Any) -> Any:
+    return initialize(auto().from_config(shape))
 
 
 def plain_then_initialize(path: str, shape: Any) -> Any:
-    return initialize(plain(path, shape))
+    return initialize(auto().from_pretrained(path))
 
 
 def init_from_pretrained(path: str, shape: Any) -> Any:
@@ -153,10 +153,6 @@ def init_initialize_load(path: str, shape: Any) -> Any:
     return engine
 
 
-def plain_random(path: str, shape: Any) -> Any:
-    return initialize(auto().from_config(shape))
-
-
 def init_random(path: str, shape: Any) -> Any:
     import zeroshard
 
@@ -166,7 +162,7 @@ def init_random(path: str, shape: Any) -> Any:
 
 
 LOADING: dict[str, Callable[[str, Any], Any]] = {
-    "from_pretrained": plain,
+    "from_config, initialize": plain_random,
     "from_pretrained, initialize": plain_then_initialize,
     "Init: from_pretrained, initialize": init_from_pretrained,
     "Init: from_config; load_pretrained(model), initialize": init_load,

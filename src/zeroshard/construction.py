@@ -44,7 +44,7 @@ class Init:
     those of plain construction with rank 0's seed. All ranks run the same code. Afterwards, and until
     `initialize`, a parameter tells its shape, dtype and device; reading its elements raises, unless in
     `zero.GatheredParameters` or under `Init` again. Buffers are left alone. Parameters on `meta` stay there until
-    they get values. A view of a parameter (`weight.data`) that is kept while others are made is one of old memory.
+    they get values. A view that is kept (`weight.data`) keeps the whole parameter open until the block ends.
 
     Args (DeepSpeed's, in its order):
         module: cut this one at once; no `with` is needed then.

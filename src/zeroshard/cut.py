@@ -2,7 +2,8 @@
 
 A parameter of n elements on N ranks: rank r keeps elements r*k to (r+1)*k, k = ceil(n / N). The parameter
 object stays; its data has 0 elements and its class is `ShardedParameter` until it is *opened*, that is, whole
-for a while. What is open is bounded: beyond `OPEN_BYTES` the one opened first is put away.
+for a while. What is open is bounded: beyond `OPEN_BYTES` the one opened first is put away, unless there are
+views of it, which somebody may write to.
 
 Worked example, 2 ranks, a parameter of 3 elements that each rank has drawn itself: rank 0 [1, 2, 3], rank 1
 [7, 8, 9]. Put away: rank 0 keeps [1, 2], rank 1 keeps [3]: rank 0's values count. Opened: [1, 2, 3] on both.
@@ -13,6 +14,7 @@ written into memory that came from outside: it may be a mapped file.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 import zlib
 from collections import OrderedDict
@@ -35,7 +37,10 @@ __all__ = ["Cut", "Cuts", "can_cut"]
 OPEN_BYTES = 64 << 20
 """Whole parameters that may lie open at once, beside the one that is in use. The smaller, the more often a
 parameter that is touched again is sent again."""
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
+MAPPED_BYTES = 256 << 10
+MAX_VIEWED = 4
+"""How many that cannot be put away are asked for at a time."""
 
 
 def can_cut(parameter: Tensor) -> bool:
@@ -107,7 +112,7 @@ class Cut:
         dtype = self._dtype or parameter.dtype
         start, stop = self.range_of(self.access.rank)
         if self.piece.numel() != stop - start or self.piece.dtype is not dtype:
-            self.piece = torch.empty(stop - start, dtype=dtype, device=self._at)
+            self.piece = _memory(stop - start, dtype, self._at)
         return dtype
 
 
@@ -160,7 +165,7 @@ class Cuts:
         cut = Cut(fresh, self, name, None, on_host=False)
         cut.cls, cut.shape = type(like), shape
         start, stop = cut.range_of(self.rank)
-        cut.piece = torch.empty(stop - start, dtype=dtype, device=self.device)
+        cut.piece = _memory(stop - start, dtype, self.device)
         fresh._zeroshard = cut  # type: ignore[attr-defined]
         fresh.__class__ = ShardedParameter
         return fresh
@@ -185,7 +190,7 @@ class Cuts:
             return
         self._begin("gathers", cut)
         parameter = cut.parameter
-        whole = torch.empty(cut.shape.numel(), dtype=cut.piece.dtype, device=cut.device)
+        whole = _memory(cut.shape.numel(), cut.piece.dtype, cut.device)
         self._spread(cut, whole)
         parameter.__class__ = cut.cls
         parameter.data = whole.view(cut.shape)
@@ -201,13 +206,19 @@ class Cuts:
         self._open_bytes -= cut.nbytes
 
     def put_away_oldest(self) -> None:
-        """Until no more than `OPEN_BYTES` lie open, or one parameter, or what a `gathered` block claims."""
-        if self._open_bytes <= OPEN_BYTES:
-            return
-        for parameter, cut in list(self._open.values())[:-1]:
-            if not cut.claims:
+        """Until no more than `OPEN_BYTES` lie open, or one parameter, or what is held: claimed by a `gathered`
+        block, or viewed by code that may yet write through the view. Whether it is, ranks say together: their
+        garbage collectors need not agree."""
+        tries = MAX_VIEWED
+        for parameter, cut in list(self._open.values())[:-1] if self._open_bytes > OPEN_BYTES else ():
+            if cut.claims:
+                continue
+            if self._anywhere(_has_views(parameter)):
+                self._open.move_to_end(cut.serial)
+                tries -= 1
+            else:
                 self._put_away(parameter, cut)
-            if self._open_bytes <= OPEN_BYTES:
+            if self._open_bytes <= OPEN_BYTES or not tries:
                 return
 
     def put_all_away(self) -> None:
@@ -324,7 +335,7 @@ class Cuts:
         self._refill(parameter, cut)
 
     def _refill(self, parameter: nn.Parameter, cut: Cut) -> None:
-        whole = torch.empty(cut.shape.numel(), dtype=cut.piece.dtype, device=cut.device)
+        whole = _memory(cut.shape.numel(), cut.piece.dtype, cut.device)
         self._spread(cut, whole)
         with torch.no_grad():
             parameter.data.copy_(whole.view(cut.shape))
@@ -375,6 +386,20 @@ class Cuts:
 
 
 _Held = tuple[nn.Parameter, Cut]
+
+
+def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised. On the host it is mapped for itself, so that the end of the tensor gives it back: in the heap,
+    pieces that live long would lie between the whole parameters that come and go, and nothing would be."""
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < MAPPED_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+
+
+def _has_views(parameter: nn.Parameter) -> bool:
+    """Somebody else holds its storage: it counts the parameter, and the handle that is made here to ask."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
 
 
 def _chunks(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
