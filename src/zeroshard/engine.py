@@ -23,18 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
-from zeroshard.buffers import Status
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
 from zeroshard.inquiries import Inquiries
 from zeroshard.layout import Layout
-from zeroshard.memory import MemoryBill, predict_memory
-from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
-from zeroshard.schedule import Schedule
 from zeroshard.states import States
 from zeroshard.summary import summary
 from zeroshard.update import StepResult, Update
@@ -338,58 +334,12 @@ class Engine(Inquiries, nn.Module):
         """
         return self._access.full_fp32(parameter)
 
-    def status(self, parameter: nn.Parameter) -> Status:
-        """Whether a parameter's full weights are here: NOT_AVAILABLE, INFLIGHT or AVAILABLE."""
-        return self._states.buffers[self._access.buckets_of(parameter)[0]].status
-
     # ---- what happens -------------------------------------------------------------------------------
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of the latest finished path: prints as `0GATHER 0WAIT 0F ...`. None before there is one.
-
-        A path is finished by the step, or by the next forward from outside.
-        """
-        schedules = self._executor.paths.schedules
-        return schedules[-1] if schedules else None
 
     @property
     def executor(self) -> Executor:
         """The running half, for observers (`on_action`) and measurements."""
         return self._executor
-
-    def predicted_memory(self) -> MemoryBill:
-        """This rank's bill from the layout; the gathered peak from the schedules known so far."""
-        name = "" if self.optimizer is None else type(self.optimizer).__name__
-        return predict_memory(
-            self.layout,
-            self.policy,
-            rank=self._states.groups.gather.rank,
-            state_elements=STATE_ELEMENTS.get(name),
-            accumulates=self.policy.accumulate_dtype is not None,
-            gathered_peak=self._executor.paths.predicted_peak(),
-        )
-
-    def measured_memory(self) -> MemoryBill:
-        """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
-        parameters = master = 0
-        for buffer in self._states.buffers:
-            tensor = buffer.full if buffer.layout.resident else buffer.shard
-            parameters += tensor.numel() * tensor.element_size()
-            if buffer.master is not None and buffer.master is not buffer.shard:
-                master += buffer.master.numel() * buffer.master.element_size()
-        return MemoryBill(
-            parameters=parameters,
-            gradients=self._update.gradient_bytes,
-            master=master,
-            optimizer_state=0 if self.optimizer is None else state_bytes(self.optimizer),
-            gathered_peak=self._executor.peak_gathered,
-        )
-
-    def memory(self) -> list[tuple[str, int | None, int]]:
-        """This rank's bill: (category, predicted bytes, measured bytes) for each of `memory.CATEGORIES`."""
-        pairs = zip(self.predicted_memory().rows(), self.measured_memory().rows(), strict=True)
-        return [(category, predicted, measured or 0) for (category, predicted), (_, measured) in pairs]
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -21,22 +21,33 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
 from zeroshard.gradients import GradientBuffer, ReduceQueue
-from zeroshard.guard import WeightReads, refuse_access
+from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
 from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
+from zeroshard.reads import UnannouncedReads
 from zeroshard.trace import Action, Kind, digest
+from zeroshard.unwinding import NEVER, Unwinding
 
 __all__ = ["Executor"]
 
 log = logging.getLogger("zeroshard")
+
+
+@dataclass
+class _Frame:
+    """One forward of a unit."""
+
+    began: int
+    """When: the count of forwards that began or ended so far."""
+    touched: list[int] = field(default_factory=list)
+    """Buckets that were touched, not announced."""
 
 
 @dataclass
@@ -45,7 +56,7 @@ class _Use:
 
     forwards: int = 0
     """Forwards between F and f."""
-    backwards: set[int] = field(default_factory=set)
+    backwards: int = 0
     """Autograd graph tasks between B and b."""
     pinned: bool = False
     """A view of the weights went where no point can follow it: kept until the step."""
@@ -99,16 +110,15 @@ class Executor:
         }
         self._uses = [_Use() for _ in buffers]
         self._depth = 0
-        self._frames: list[list[int]] = []
-        self._readers: list[WeightReads | None] = []
-        self._unannounced = WeakIdKeyDictionary()
-        """By tensor: the buckets read to make it, and the hook that tells when backward comes to it."""
-        self._bucket_at = {
+        self._frames: list[_Frame] = []
+        self._order = Unwinding()
+        self._has_gathers = not all(buffer.layout.resident for buffer in buffers)
+        bucket_at = {
             buffer.full.untyped_storage()._cdata: buffer.layout.index
             for buffer in buffers
             if not buffer.layout.resident
         }
-        self._tasks: list[int] = []
+        self._reads = UnannouncedReads(bucket_at, self._stray)
         self._trace: list[Action] = []
         self._records_grad = True
         self.paths = Paths(layout, policy)
@@ -125,7 +135,6 @@ class Executor:
     def at(self, kind: Kind, bucket: int) -> None:
         """A hook reports a point."""
         point = Action(kind, bucket)
-        self._count(point)
         plan = self._follow(point)
         if self._path_open:
             self._trace.append(point)
@@ -140,7 +149,8 @@ class Executor:
             self._wait(bucket)
         self._report(point)
         for action in step.after:
-            self.perform(action)
+            if action.kind is not Kind.REDUCE:  # made by `watch`, once per backward
+                self.perform(action)
 
     def perform(self, action: Action) -> None:
         """Run one action."""
@@ -150,19 +160,6 @@ class Executor:
     def _report(self, action: Action) -> None:
         if self.on_action is not None:
             self.on_action(action)
-
-    def _count(self, point: Action) -> None:
-        use = self._uses[point.bucket]
-        if point.kind is Kind.FORWARD:
-            use.forwards += 1
-        elif point.kind is Kind.END_FORWARD:
-            use.forwards = max(use.forwards - 1, 0)
-        elif point.kind is Kind.BACKWARD:
-            use.backwards.add(_graph_task())
-        else:
-            # Only what this graph task opened: a nested one (reentrant checkpointing) may complete the
-            # gradients while nodes of the outer one still wait to read the weights.
-            use.backwards.discard(_graph_task())
 
     def _follow(self, point: Action) -> Plan | None:
         """The plan, if it (or another known path with the same beginning) expects this point next."""
@@ -198,8 +195,6 @@ class Executor:
             self._report(point)
             return
         self._report(point)
-        if kind is Kind.END_BACKWARD and self.layout.buckets[bucket].trainable:
-            self.perform(Action(Kind.REDUCE, bucket))
         if not resident and not self._uses[bucket].is_open:
             self.perform(Action(Kind.FREE, bucket))
 
@@ -248,49 +243,40 @@ class Executor:
             if self.clock is not None:
                 self.clock.start("forward")
         self._depth += 1
-        self._frames.append([])
+        self._frames.append(_Frame(self._order.tick()))
         for bucket in buckets:
-            self.at(Kind.FORWARD, bucket)
-        self._readers.append(self._start_reader())
+            self._begin_forward(bucket)
+        known = self._plan is not None
+        self._reads.enter(wanted=not known and torch.is_grad_enabled() and not self.in_backward)
 
-    def _start_reader(self) -> WeightReads | None:
-        """On a path that is new, see which operations read weights: their backward may come unannounced."""
-        known = self._plan is not None or not self._bucket_at
-        if known or any(self._readers) or not torch.is_grad_enabled() or self.in_backward:
-            return None
-        reader = WeightReads(self._watch_reads)
-        reader.__enter__()  # type: ignore[no-untyped-call]
-        return reader
+    def _begin_forward(self, bucket: int) -> None:
+        self._uses[bucket].forwards += 1
+        if self._records_grad and self.layout.buckets[bucket].trainable and not self.in_backward:
+            self._order.begin_use(bucket)
+        self.at(Kind.FORWARD, bucket)
 
-    def _watch_reads(self, storages: set[int], made: Sequence[Tensor]) -> None:
-        # In an order that all ranks share: an operation may read several, and storages are addresses.
-        buckets = sorted(self._bucket_at[storage] for storage in storages & self._bucket_at.keys())
-        if not buckets:
-            return
-
-        def before_backward(_: Tensor) -> None:
-            for bucket in buckets:
-                self._stray(bucket)
-
-        for tensor in made:
-            handle = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
-            self._unannounced[tensor] = buckets, handle
+    def _end_forward(self, bucket: int) -> None:
+        use = self._uses[bucket]
+        use.forwards = max(use.forwards - 1, 0)
+        if not self.in_backward:
+            self._order.end_use(bucket)
+        self.at(Kind.END_FORWARD, bucket)
 
     def _stray(self, bucket: int) -> None:
         """Backward is about to read a bucket. If no B announced it, gather it, and remember for next time."""
         use, task = self._uses[bucket], _graph_task()
-        if self.closed or use.pinned or task in use.backwards:
+        if self.closed or use.pinned or self._order.is_open(task, bucket):
             return
         self._enter_backward()
         use.strays = True
-        use.backwards.add(task)
+        self._open(task, bucket, 0)  # by which forward is not known: until the task ends
         self.perform(Action(Kind.GATHER, bucket))
         self.perform(Action(Kind.WAIT, bucket))
 
     @property
     def touched_here(self) -> Sequence[int]:
         """Buckets that were touched, not announced, in the innermost forward so far."""
-        return self._frames[-1] if self._frames else ()
+        return self._frames[-1].touched if self._frames else ()
 
     def leave(self, buckets: Sequence[int], outputs: Sequence[Tensor], may_save: bool) -> None:
         """A unit's forward ended, also by an exception.
@@ -298,14 +284,12 @@ class Executor:
         `may_save`: autograd may have saved weights inside. If then no output can announce the backward, or
         an output is a view of the weights, the buckets are pinned rather than freed under a saved view.
         """
-        reader = self._readers.pop() if self._readers else None
-        if reader is not None:
-            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        touched = self._frames.pop() if self._frames else []
-        used = (*buckets, *touched)
+        self._reads.leave()
+        frame = self._frames.pop() if self._frames else _Frame(0)
+        used = (*buckets, *frame.touched)
         # Once gathered by a touch, a weight is a plain parameter for what follows: only the outputs tell.
-        announced = self.watch(outputs, used)
-        self._forget_announced(outputs, used)
+        announced = self.watch(outputs, used, frame.began)
+        self._reads.forget(outputs, used)
         for bucket in used:
             if not self.layout.buckets[bucket].resident:
                 buffer = self._buffers[bucket]
@@ -313,21 +297,10 @@ class Executor:
                 unsafe = may_save and (use.strays or not announced)
                 if unsafe or any(map(buffer.shares_memory, outputs)):
                     use.pinned = True
-            self.at(Kind.END_FORWARD, bucket)
+            self._end_forward(bucket)
         self._depth = max(self._depth - 1, 0)
         if self.clock is not None and not self._depth and not self.in_backward:
             self.clock.stop("forward")
-
-    def _forget_announced(self, outputs: Sequence[Tensor], buckets: Sequence[int]) -> None:
-        """An output that an operation made from weights announces B itself. The hook that looks for strays came
-        first and would run first: it would take every last layer of a unit for one."""
-        for tensor in outputs:
-            if tensor not in self._unannounced:
-                continue
-            read, handle = self._unannounced[tensor]
-            if set(read) <= set(buckets):
-                handle.remove()
-                del self._unannounced[tensor]
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """A sharded parameter is used by code that no unit announces (see `guard`)."""
@@ -335,26 +308,31 @@ class Executor:
         if not self._depth and not self.in_backward:
             shape = layout.slots[self.layout.slot_of[parameter][1]].spec.shape
             raise refuse_access(parameter, shape, layout.shards, operation)
-        self.at(Kind.FORWARD, bucket)
+        self._begin_forward(bucket)
         if self._frames:
-            self._frames[-1].append(bucket)
+            self._frames[-1].touched.append(bucket)
         else:
             self._uses[bucket].pinned = True
-            self.at(Kind.END_FORWARD, bucket)
+            self._end_forward(bucket)
 
     def touched(self, bucket: int, result: Any) -> None:
         """Watch the backward of what was made from a touched parameter."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(map(self._buffers[bucket].shares_memory, tensors)):
             self._uses[bucket].pinned = True
-        self.watch(tensors, (bucket,))
+        self.watch(tensors, (bucket,), self._order.tick())
 
-    def watch(self, tensors: Sequence[Tensor], buckets: Sequence[int]) -> bool:
-        """Report B for `buckets` when the first gradient of `tensors` comes; False if none will."""
+    def watch(self, tensors: Sequence[Tensor], buckets: Sequence[int], began: int) -> bool:
+        """Report B for `buckets` when the first gradient of `tensors` comes; False if none will.
+
+        `began`: the moment before which nothing of the forward that made them ran.
+        """
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if not buckets:
             return bool(watched)
-        latest = -1
+        latest, ended, recomputes = -1, self._order.tick(), self.in_backward
+        if any(tensor.is_leaf for tensor in watched):
+            ended = NEVER  # the gradient of a leaf keeps no order: it comes as soon as it can
 
         def before_backward(_: Tensor) -> None:
             nonlocal latest
@@ -364,9 +342,15 @@ class Executor:
             if task != latest:
                 latest = task
                 self._enter_backward()
+                # The backward of what was recomputed stands where the forward was that it repeats.
+                for bucket in self._order.finished(self._order.repeated(buckets) if recomputes else ended):
+                    self.reduces.early = True
+                    self.perform(Action(Kind.REDUCE, bucket))
+                self._close(task, ended)
                 for bucket in buckets:
                     # With create_graph, a later backward of this one reads the weights unannounced.
                     self._uses[bucket].pinned |= torch.is_grad_enabled()
+                    self._open(task, bucket, began)
                     self.at(Kind.BACKWARD, bucket)
 
         for tensor in watched:
@@ -393,9 +377,9 @@ class Executor:
     def _enter_backward(self) -> None:
         """The first report of a graph task: its end is watched from here on."""
         task = _graph_task()
-        if task in self._tasks:
+        if self._order.knows(task):
             return
-        if self._tasks:
+        if self._order.is_running:
             self.reduces.nested = True
         else:
             if self.on_backward is not None:
@@ -403,30 +387,39 @@ class Executor:
             if self.clock is not None:
                 self.clock.start("backward")
             self.reduces.begin()
-        self._tasks.append(task)
+        self._order.enter(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
 
     def arrive(self, bucket: int, index: int, gradient: Tensor) -> None:
-        """A parameter's gradient is there. It may come several times in one backward (reentrant checkpoints)."""
+        """A parameter's gradient is there. It may come several times in one backward (reentrant checkpoints).
+
+        Which gradients come, and so when a bucket is complete, depends on this rank's data where it chooses among
+        weights (experts). Where a rank also waits for gathers of its peers, that must decide about nothing.
+        """
         self._enter_backward()
         buffer = self._gradients[bucket]
         assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
         buffer.collect(index, gradient)
         if len(buffer.arrived) == len(buffer.layout.slots):
             buffer.arrived = set()
-            self.at(Kind.END_BACKWARD, bucket)
+            if not self._has_gathers:
+                self.perform(Action(Kind.REDUCE, bucket))
 
-    def inputs_done(self, buckets: Sequence[int]) -> None:
-        """All gradients of a unit's inputs are made: its frozen buckets are not read any more."""
-        self._enter_backward()
-        for bucket in buckets:
+    def _open(self, task: int, bucket: int, began: int) -> None:
+        self._uses[bucket].backwards += self._order.open(task, bucket, began)
+
+    def _close(self, task: int, ended: int) -> None:
+        """The task comes to a forward that ended at that moment: report b for what ran only after it."""
+        for bucket in self._order.over(task, ended):
+            self._uses[bucket].backwards -= 1
             self.at(Kind.END_BACKWARD, bucket)
 
     def _end_task(self, task: int) -> None:
-        self._tasks.remove(task)
-        for use in self._uses:
-            use.backwards.discard(task)
-        if not self._tasks:
+        if not self._order.knows(task):
+            return  # left behind by a backward that raised
+        self._close(task, -1)
+        self._order.leave(task)
+        if not self._order.is_running:
             self.reduces.end()
             self._drop_unclaimed()
             if self.clock is not None:
@@ -447,12 +440,11 @@ class Executor:
         self._path_open, self._plan = False, None
         trace, self._trace = tuple(self._trace), []
         # What is still open belongs to a forward or backward that raised and never reported its end.
-        self._tasks, self._frames, self._depth = [], [], 0
-        for reader in filter(None, self._readers):
-            reader.stop()
-        self._readers = []
+        self._order.abandon()
+        self._frames, self._depth = [], 0
+        self._reads.abandon()
         for use in self._uses:
-            use.forwards, use.backwards = 0, set()
+            use.forwards = use.backwards = 0
         self._drop_unclaimed()
         if trace:
             self.paths.learn(self._records_grad, trace)

@@ -266,8 +266,8 @@ class GradientBuffer:
 class ReduceQueue:
     """Launches reductions in one order that all ranks keep, whatever order gradients come in.
 
-    A parameter that got no gradient on one rank delays its bucket there, but cannot reorder collectives into
-    a hang: at the end of the round every bucket is reduced, with zeros where nothing came.
+    Whatever makes buckets ready at different moments on different ranks cannot reorder collectives into a hang: at
+    the end of the round every bucket is reduced, with zeros where nothing came.
     """
 
     def __init__(
@@ -285,6 +285,9 @@ class ReduceQueue:
         """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
         self.pending = False
         """A round ended without reduction since the last one that reduced."""
+        self.early = False
+        """Buckets were reduced before the end of their backward since the last `flush`: gradients may have come
+        to them later, of weights that were used where nothing saw it."""
         self.observed: list[int] = []
         """Buckets in the order they became ready in the latest round."""
         self.clock: Clock | None = None
@@ -292,6 +295,8 @@ class ReduceQueue:
         self._ready: set[int] = set()
         self._next = 0
         self._flying: list[GradientBuffer] = []
+        self._last: set[int] = set()
+        """Buckets to which gradients once came after their reduction: reduced at the end of the round."""
 
     def begin(self) -> None:
         """A backward starts."""
@@ -301,7 +306,9 @@ class ReduceQueue:
         self._next = 0
 
     def ready(self, bucket: int) -> None:
-        """A bucket is complete: launch it, and what waited for it."""
+        """No more gradients come to a bucket: launch it, and what waited for it."""
+        if bucket in self._last:
+            return
         if bucket not in self._ready:
             self._ready.add(bucket)
             self.observed.append(bucket)
@@ -345,12 +352,33 @@ class ReduceQueue:
         return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
 
     def flush(self) -> None:
+        """Reduce all that is not reduced yet."""
+        self.flush_pending()
+        if self.early:
+            self.flush_late()
+
+    def flush_pending(self) -> None:
         """Reduce what only accumulated locally, all buckets at once."""
         if self.pending:
             enabled, self.enabled = self.enabled, True
             self.begin()
             self.end()
             self.enabled = enabled
+
+    @property
+    def has_late(self) -> bool:
+        """Gradients came on this rank after their bucket was reduced."""
+        return self.early and any(gradient is not None and gradient.has_local for gradient in self._gradients)
+
+    def flush_late(self) -> None:
+        """Reduce what came after its bucket was reduced, on any rank."""
+        self.early = False
+        late = self._late()
+        self._last.update(late)
+        for bucket in late:
+            self._launch(bucket)
+        while self._flying:
+            self._finish_oldest()
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -359,7 +387,7 @@ class ReduceQueue:
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.clear()
-        self.pending = False
+        self.pending = self.early = False
 
     def agreed_order(self) -> list[int]:
         """The observed order, completed by the buckets that never became ready."""

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ShardedAccessError
@@ -28,7 +27,6 @@ __all__ = [
     "LEAF_MARK",
     "Home",
     "ShardedParameter",
-    "WeightReads",
     "fingerprint",
     "has_engine",
     "home_of",
@@ -239,47 +237,6 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         home_of(self).need("pickle")
         return self.__reduce_ex__(protocol)
-
-
-class WeightReads(TorchFunctionMode):
-    """While active: reports the storages that each operation reads, and its result.
-
-    Hooks on a module's outputs cannot see a weight whose use leaves the module another way (an attribute,
-    a forward hook of the user, a `detach`). This can, at a price per operation, so it runs on new paths only.
-    """
-
-    def __init__(self, report: Callable[[set[int], Sequence[Tensor]], None]) -> None:
-        super().__init__()
-        self._report: Callable[[set[int], Sequence[Tensor]], None] | None = report
-
-    def stop(self) -> None:
-        """Report no more: the forward was left in a way that could not take this off torch's stack."""
-        self._report = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._report is None:
-            return result
-        made = [x for x in tree_leaves(result) if type(x) is Tensor and x.requires_grad and not x.is_leaf]
-        if made and not torch.compiler.is_compiling():
-            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            self._report({x.untyped_storage()._cdata for x in read if _has_storage(x)}, made)
-        return result
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """A plain dense tensor, not a wrapper of torch.func or a sharded stand-in."""
-    return (
-        tensor.layout is torch.strided
-        and type(tensor) in (Tensor, nn.Parameter)
-        and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-    )
 
 
 def _shape_of(parameter: Tensor) -> Tensor:

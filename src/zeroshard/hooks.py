@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.boundary import Boundary
@@ -56,13 +55,6 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         handled.append(sys.exc_info()[1])
         executor.enter(unit.buckets)
-        if frozen and torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                # Frozen weights get no gradient that could tell when backward is done with them.
-                handle = register_multi_grad_hook(inputs, lambda _: executor.inputs_done(frozen), mode="all")
-                if any(tensor.is_leaf for tensor in inputs):
-                    executor.remove_after_step(handle)
 
     def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         touched = bool(executor.touched_here)

@@ -248,7 +248,10 @@ def _in_flight(actions: Sequence[Action], numel: Mapping[int, int]) -> list[tupl
 
 
 def add_reduce(actions: Iterable[Action], trainable: Collection[int]) -> tuple[Action, ...]:
-    """Hand each bucket's gradient to reduction as soon as it is complete."""
+    """Hand each bucket's gradient to reduction when its backward is over.
+
+    Of a bucket that is used several times the executor makes only the last one: it knows which that is.
+    """
     out: list[Action] = []
     for action in actions:
         out.append(action)

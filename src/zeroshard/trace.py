@@ -1,7 +1,8 @@
 """What a step did: points in the order the hooks reported them, and the paths seen so far.
 
 A point is one of four moments of one bucket: `F` before a forward that uses it, `f` after, `B` before the
-backward of that forward, `b` when its gradients are complete. A path is the points between the start of an
+backward of that forward, `b` when that has nothing left to do. All four are the same on all ranks that run the same
+modules, whatever their data; which gradients come is no point. A path is the points between the start of an
 outermost forward and the start of the next one (or the step): a micro-batch, or an evaluation forward.
 """
 

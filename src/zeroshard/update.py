@@ -122,7 +122,7 @@ class Update:
             if buffer.layout.resident and buffer.edited():
                 buffer.write_back()
         self._executor.end_step()
-        self._executor.reduces.flush()
+        self._executor.reduces.flush_pending()
         self.gradient_bytes = max(self.gradient_bytes, sum(g.nbytes() for g in self._trained))
         agreed = self._agree()
         if self.requires_backward and not agreed.backwards:
@@ -192,13 +192,16 @@ class Update:
         votes = ballot([self._executor.gather_digest, order_digest])
         flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
         counted = float(self.backwards - self._dropped)
-        numbers = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), *votes, *flags]
+        late = float(self._executor.reduces.has_late)
+        head = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), late]
+        numbers = [*head, *votes, *flags]
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._states.device)
         if self._needs_norm:
             for gradient in self._trained:
                 vector[0] += gradient.squared_norm()
         sums = self._states.sum(vector)
-        same_gathers, same_order = unanimous(sums[5 : 5 + len(votes)], self._world)
+        start = len(head) + len(votes)
+        same_gathers, same_order = unanimous(sums[len(head) : start], self._world)
         if not same_gathers:
             raise ScheduleError(
                 f"ranks gathered different parameters since the last step (this is rank {self._rank}): they "
@@ -208,8 +211,11 @@ class Update:
             )
         if same_order:
             self._executor.reduces.order = order
-        self._adopt_flags(sums[5 + len(votes) :])
-        squares, tokens, weighted, counted, backwards = sums[:5]
+        squares, tokens, weighted, counted, backwards, late = sums[: len(head)]
+        if late:
+            self._executor.reduces.flush_late()
+            return self._agree()
+        self._adopt_flags(sums[start:])
         if 0 < weighted < counted:
             raise StateError(
                 f"{weighted:g} of the {counted:g} backwards of this window, over all ranks, had `tokens`: either "
