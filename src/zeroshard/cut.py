@@ -133,6 +133,8 @@ class Cuts:
         """By serial, the one opened first in front. It holds what has no other holder any more, so that ranks whose
         garbage collectors run at different times still send the same."""
         self._open_bytes = 0
+        self._chunk: Tensor | None = None
+        """Where a chunk arrives. One for all: in the heap, each would leave a hole of its own size."""
 
     _of: ClassVar[dict[dist.ProcessGroup, Cuts]] = {}
 
@@ -225,6 +227,7 @@ class Cuts:
         for parameter, cut in list(self._open.values()):
             if not cut.claims:
                 self._put_away(parameter, cut)
+        self._chunk = None
 
     def _put_away(self, parameter: nn.Parameter, cut: Cut) -> None:
         if not can_cut(parameter):  # moved to `meta` meanwhile
@@ -268,6 +271,11 @@ class Cuts:
         """The end of the outermost `zeroshard.Init`: all are put away, and all ranks are here."""
         self.put_all_away()
         self._begin("leaves the block", None)
+
+    def _room_for(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._chunk is None:
+            self._chunk = _memory(CHUNK_BYTES, torch.uint8, self.device)
+        return self._chunk[: numel * dtype.itemsize].view(dtype)
 
     def _begin(self, what: str, cut: Cut | None) -> None:
         """Ranks are about to send: all the same, or ShardedAccessError on all, and not a hang."""
@@ -353,7 +361,7 @@ class Cuts:
                 if self.rank == source:
                     chunk = flat[low:high].to(device=self.device, dtype=dtype)
                 else:
-                    chunk = torch.empty(high - low, dtype=dtype, device=self.device)
+                    chunk = self._room_for(high - low, dtype)
                 self._collectives.broadcast(chunk.view(torch.uint8), source)
                 first, last = max(low, start), min(high, stop)
                 if first < last:
@@ -372,7 +380,7 @@ class Cuts:
                     elif direct:
                         chunk = target[low:high]
                     else:
-                        chunk = torch.empty(high - low, dtype=dtype, device=self.device)
+                        chunk = self._room_for(high - low, dtype)
                     self._collectives.broadcast(chunk.view(torch.uint8), rank)
                     if rank == self.rank or not direct:
                         target[low:high].copy_(chunk)

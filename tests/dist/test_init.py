@@ -17,7 +17,7 @@ from pairs import attempt, config
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import cut
+from zeroshard import assembly, cut
 from zeroshard.guard import ShardedParameter, home_of
 from zeroshard.testing import RankPool
 from zeroshard.zero import GatheredParameters
@@ -196,6 +196,37 @@ def test_no_rank_has_more_than_its_part_and_what_is_open(ranks2: RankPool, ranks
             # A layer that is open keeps its piece; one more is in use.
             assert shard < most <= shard + 3 * LAYER
             assert after == shard
+
+
+def handed_over(rank: int, world: int, stage: int) -> tuple[int, int, int]:
+    """Most bytes of pieces and shards together while buckets are built; of shards at the end; of pieces then."""
+    with zeroshard.Init():
+        model = Watched()
+    weights = [layer.weight for layer in model.layers]
+    homes = [home_of(weight) for weight in weights]
+    found, most = [], 0
+    build = assembly.build_buffer
+
+    def watched(*args: Any) -> Any:
+        nonlocal most
+        buffer = build(*args)
+        found.append(buffer.shard.nbytes)
+        most = max(most, sum(found) + sum(home.piece.nbytes for home in homes))
+        return buffer
+
+    assembly.build_buffer = watched
+    try:
+        engine, *_ = zeroshard.initialize(model=model, config=config(stage))
+    finally:
+        assembly.build_buffer = build
+    engine.close()
+    return most, sum(found), sum(home.piece.nbytes for home in homes)
+
+
+def test_initialize_takes_the_pieces_bucket_by_bucket(ranks2: RankPool) -> None:
+    for most, shards, pieces in ranks2.run(handed_over, 3):
+        assert most == shards == 20 * LAYER // 2  # 20 buckets of one layer each, without padding
+        assert pieces == 0
 
 
 def outside(rank: int, world: int) -> dict[str, tuple[str, str]]:
