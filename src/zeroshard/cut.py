@@ -14,7 +14,9 @@ written into memory that came from outside: it may be a mapped file.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 import weakref
 import zlib
 from collections import OrderedDict
@@ -133,6 +135,7 @@ class Cuts:
         """By serial, the one opened first in front. It holds what has no other holder any more, so that ranks whose
         garbage collectors run at different times still send the same."""
         self._open_bytes = 0
+        self._freed_bytes = 0
         self._chunk: Tensor | None = None
         """Where a chunk arrives. One for all: in the heap, each would leave a hole of its own size."""
 
@@ -206,6 +209,10 @@ class Cuts:
     def _closed(self, cut: Cut) -> None:
         del self._open[cut.serial]
         self._open_bytes -= cut.nbytes
+        self._freed_bytes += cut.nbytes
+        if self._freed_bytes > OPEN_BYTES:
+            self._freed_bytes = 0
+            _trim_heap()
 
     def put_away_oldest(self) -> None:
         """Until no more than `OPEN_BYTES` lie open, or one parameter, or what is held: claimed by a `gathered`
@@ -270,6 +277,7 @@ class Cuts:
     def finish(self) -> None:
         """The end of the outermost `zeroshard.Init`: all are put away, and all ranks are here."""
         self.put_all_away()
+        _trim_heap()
         self._begin("leaves the block", None)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -400,9 +408,19 @@ def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised. On the host it is mapped for itself, so that the end of the tensor gives it back: in the heap,
     pieces that live long would lie between the whole parameters that come and go, and nothing would be."""
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < MAPPED_BYTES:
+    if device.type != "cpu" or nbytes < MAPPED_BYTES or sys.platform == "win32":
         return torch.empty(numel, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+
+
+def _trim_heap() -> None:
+    """Give free pages of the C heap back to the system. Constructors take their tensors from it by an aligned
+    allocation, which glibc cannot serve from a hole that such a tensor of the same size has left: without this, the
+    heap grows to the size of the whole model."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _has_views(parameter: nn.Parameter) -> bool:

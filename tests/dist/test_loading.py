@@ -19,6 +19,7 @@ import zeroshard
 from zeroshard import cut
 from zeroshard.guard import ShardedParameter
 from zeroshard.testing import RankPool
+from zeroshard.weights import Weights
 from zeroshard.zero import GatheredParameters
 
 
@@ -138,10 +139,15 @@ def test_into_an_engine(ranks2: RankPool, tmp_path: Path, stage: int, bf16: bool
     assert ranks2.run(load_late, str(tmp_path), expected, stage, bf16) == [[], []]
 
 
-def test_on_one_rank_and_without_the_names_of_a_wrapper(tmp_path: Path) -> None:
+def test_on_one_rank_and_without_the_names_of_a_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = stored(tmp_path)
     model = net(0)
-    zeroshard.load_pretrained(model, tmp_path)
+    monkeypatch.setattr("zeroshard.loading._LOG_EVERY", -1.0)
+    with caplog.at_level("INFO", "zeroshard"):
+        zeroshard.load_pretrained(model, tmp_path)
+    assert f"loading {tmp_path}: 0.0 of 0.0 GB of this rank" in caplog.text
     assert differing(model, expected) == []
     engine, *_ = zeroshard.initialize(model=net(0), config=config(3))
     zeroshard.load_pretrained(engine, tmp_path)
@@ -229,6 +235,38 @@ def test_not_while_weights_are_gathered(ranks2: RankPool, tmp_path: Path) -> Non
         assert early[1] == "load_pretrained inside GatheredParameters of 'scale'; leave the block first"
 
 
+def failing_disk(rank: int, world: int, path: str) -> list[tuple[str, str]]:
+    """A read that fails on one rank, half-way."""
+    with zeroshard.Init():
+        early = net(0)
+    engine, *_ = zeroshard.initialize(model=net(0), config=config(3))
+    read, found = Weights.read, []
+
+    def fails(self: Weights, name: str, start: int, stop: int) -> Any:
+        if name == "blocks.1.up.bias" and rank == 1:
+            raise OSError("mine")
+        return read(self, name, start, stop)
+
+    Weights.read = fails  # type: ignore[method-assign]
+    try:
+        for target in (early, engine):
+            found.append(attempt(lambda target=target: zeroshard.load_pretrained(target, path)))
+    finally:
+        Weights.read = read  # type: ignore[method-assign]
+    zeroshard.load_pretrained(engine, path)
+    engine.close()
+    return [*found, ("", str(differing(engine.module, net(5))))]
+
+
+def test_a_read_that_fails_on_one_rank_is_an_error_on_all(ranks2: RankPool, tmp_path: Path) -> None:
+    stored(tmp_path)
+    for rank, (*errors, after) in enumerate(ranks2.run(failing_disk, str(tmp_path))):
+        for kind, message in errors:
+            assert kind == ("CheckpointError" if rank == 0 else "OSError")
+            assert ("weights are written in part: load again" in message) == (rank == 0)
+        assert after == ("", "['norm.running_mean']")  # which the file has of its own
+
+
 def hugging_face(rank: int, world: int, path: str, name: str) -> list[str]:
     """`from_config` and `from_pretrained` under Init against the same calls without it."""
     import transformers
@@ -237,7 +275,11 @@ def hugging_face(rank: int, world: int, path: str, name: str) -> list[str]:
     wrong = []
     auto = transformers.AutoModelForCausalLM if name != "T5" else transformers.AutoModelForSeq2SeqLM
     shape = transformers.AutoConfig.from_pretrained(path)
-    for make in (lambda: auto.from_config(shape), lambda: auto.from_pretrained(path)):
+    makers = [lambda: auto.from_config(shape), lambda: auto.from_pretrained(path)]
+    if name == "Llama":  # with a head that the files do not have
+        makers += [lambda: transformers.AutoModelForSequenceClassification.from_pretrained(path)]
+        makers += [lambda: auto.from_pretrained(path, dtype=torch.bfloat16)]
+    for make in makers:
         torch.manual_seed(3)
         expected = make()
         torch.manual_seed(3)
