@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contestants import Contestant, known
-from decoder import OVERHEAD, Shape, build
+from decoder import MANY, OVERHEAD, Shape, build
 from measure import device, elements_sent, interleave, peak_rise
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10, help="timed blocks of each contestant")
     parser.add_argument("--steps", type=int, default=3, help="steps in a block")
-    parser.add_argument("--overhead-rounds", type=int, default=10, help="0 leaves the overhead table out")
+    parser.add_argument("--overhead-rounds", type=int, default=10, help="0 leaves the overhead tables out")
     parser.add_argument("--contestants", help="comma-separated; default: all that can run here")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--seq", type=int, default=shape.seq)
@@ -204,7 +204,8 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {versions}"
 
 
-def report(main: Results, overhead: Results | None, worst: float, arguments: argparse.Namespace) -> str:
+def report(main: Results, overhead: Sequence[Results], worst: float, arguments: argparse.Namespace) -> str:
+    """`overhead`: of a small decoder and of many modules, or nothing."""
     command = shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]])
     shape = f"{arguments.layers} layers, width {arguments.width}, {main.parameters / 1e6:.1f} M parameters"
     parts = [
@@ -227,10 +228,14 @@ def report(main: Results, overhead: Results | None, worst: float, arguments: arg
         "forward to backward.",
         traffic_table(main),
     ]
-    if overhead is not None:
-        small = f"{OVERHEAD.layers} layers of width {OVERHEAD.width}"
-        parts += ["## Host overhead", f"A step of {small}, one sequence of {OVERHEAD.seq} tokens."]
-        parts += [overhead_table(overhead)]
+    titles = {
+        "## Host overhead": f"A step of {OVERHEAD.layers} layers of width {OVERHEAD.width}, one sequence of "
+        f"{OVERHEAD.seq} tokens.",
+        "## Many modules": f"A step of {MANY.layers} residual blocks of one Linear({MANY.width}, {MANY.width}) "
+        f"each, one sequence of {MANY.seq} tokens.",
+    }
+    for (title, text), results in zip(titles.items(), overhead, strict=False):
+        parts += [title, text, overhead_table(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -241,10 +246,12 @@ def run(arguments: argparse.Namespace) -> None:
     dist.init_process_group()
     shape = Shape(layers=arguments.layers, width=arguments.width, seq=arguments.seq)
     main_results = measure(shape, arguments.batch, arguments.rounds, arguments, details=True)
-    overhead = None
-    if arguments.overhead_rounds:
-        overhead = measure(OVERHEAD, 1, arguments.overhead_rounds, arguments, details=False)
-    worst = check_losses(main_results)
+    overhead = [
+        measure(small, 1, arguments.overhead_rounds, arguments, details=False)
+        for small in (OVERHEAD, MANY)
+        if arguments.overhead_rounds
+    ]
+    worst = max(map(check_losses, [main_results, *overhead]))
     if dist.get_rank() == 0:
         text = report(main_results, overhead, worst, arguments)
         print(text)

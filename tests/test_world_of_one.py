@@ -137,3 +137,33 @@ def test_the_published_fp16_config_trains() -> None:
     assert engine.loss_scale() == 2.0 ** (17 - engine.skipped_steps)
     assert sum(losses[-32:]) < sum(losses[:32])
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        (
+            {"leaf_module": {"names": ["blocks.0", "blocks.9"]}},
+            "no module of the model matches leaf_module.names: 'blocks.9'",
+        ),
+        (
+            {"leaf_module": {"classes": ["Blok"], "name_suffixes": [".7"]}},
+            "matches leaf_module.classes: 'Blok', leaf_module.name_suffixes: '.7'",
+        ),
+        ({"stage3_module_granularity_threshold": 3}, "the finest is 'blocks.0' with 22 elements per module"),
+        ({"stage3_module_granularity_threshold": 22}, None),
+        ({}, None),  # of the built-in classes most models have none
+    ],
+)
+def test_leaves_that_are_looked_for_in_vain_are_told(
+    caplog: pytest.LogCaptureFixture, zero: dict[str, Any], told: str | None
+) -> None:
+    model = Odd()
+    config = {"zero_optimization": {"stage": 3, **zero}}
+    engine, *_ = zeroshard.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
+    )
+    engine.close()
+    warnings = [record.getMessage() for record in caplog.records if "lea" in record.getMessage()]
+    assert len(warnings) == (told is not None)
+    assert told is None or told in warnings[0]

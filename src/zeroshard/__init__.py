@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard import errors
 
 if TYPE_CHECKING:
-    from zeroshard import zero
+    from zeroshard import checkpointing, zero
     from zeroshard.config import Config
     from zeroshard.construction import Init
     from zeroshard.data import RepeatingLoader
@@ -46,6 +46,7 @@ __all__ = [
     "StepResult",
     "ZeroParamStatus",
     "__version__",
+    "checkpointing",
     "errors",
     "initialize",
     "load_pretrained",
@@ -78,8 +79,8 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero":
-        return importlib.import_module("zeroshard.zero")
+    if name in ("checkpointing", "zero"):
+        return importlib.import_module(f"zeroshard.{name}")
     try:
         module, attribute = _HOME_OF[name]
     except KeyError:

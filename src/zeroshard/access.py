@@ -24,6 +24,7 @@ from zeroshard.errors import ShardedAccessError, StateError
 from zeroshard.gradients import GradientBuffer
 from zeroshard.guard import home_of
 from zeroshard.layout import Slot
+from zeroshard.precision import dtype_of
 from zeroshard.states import States
 
 __all__ = ["Access"]
@@ -106,7 +107,7 @@ class Access:
     # ---- fp32 values --------------------------------------------------------------------------------
 
     def full_fp32(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the values the optimizer updates; of a frozen parameter, its weights."""
+        """A copy of the values the optimizer updates; of a frozen parameter, its weights in the dtype they have."""
         bucket, _, slot = self._slot(parameter)
         return self._gather_slot(self._buffers[bucket].owned, slot)
 
@@ -114,7 +115,7 @@ class Access:
         """Replace them on all ranks; the model's copy follows at once."""
         bucket, index, slot = self._slot(parameter)
         buffer = self._buffers[bucket]
-        part = self._own_part(bucket, index, _checked(value, slot))
+        part = self._own_part(bucket, index, _packed_alike(_checked(value, slot), slot))
         self._write_master(buffer, index, part)
 
     def local_fp32(self, parameter: nn.Parameter) -> Tensor:
@@ -127,6 +128,7 @@ class Access:
         bucket, index, slot = self._slot(parameter)
         buffer = self._buffers[bucket]
         view = self._own_view(bucket, index, buffer.owned)
+        _packed_alike(value, slot)
         wrong = value.numel() != view.numel()
         if self._anywhere(wrong) and not wrong:
             raise StateError(f"another rank gave a local value of the wrong size for {slot.name!r}")
@@ -300,6 +302,17 @@ def _checked(value: Tensor, slot: Slot) -> Tensor:
     if tuple(value.shape) != slot.spec.shape:
         raise StateError(
             f"a value of shape {tuple(value.shape)} for {slot.name!r}, whose shape is {slot.spec.shape}"
+        )
+    return value
+
+
+def _packed_alike(value: Tensor, slot: Slot) -> Tensor:
+    """Packed weights take packed values: a cast would be another number."""
+    dtype = dtype_of(slot.spec.dtype)
+    if (not dtype.is_floating_point or dtype.itemsize == 1) and value.dtype is not dtype:
+        raise StateError(
+            f"a value of {value.dtype} for {slot.name!r}, which holds packed {slot.spec.dtype} values: give it in "
+            f"{slot.spec.dtype}"
         )
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,17 +15,20 @@ from zeroshard.boundary import Boundary
 from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.config import BatchPlan, Config, torch_optimizer
+from zeroshard.config.zero import LeafModule
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
+from zeroshard.full_state import FullState
 from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
 from zeroshard.guard import LEAF_MARK, has_engine
 from zeroshard.hooks import install
-from zeroshard.layout import Layout, plan_layout
+from zeroshard.layout import Layout, ModuleSpec, plan_layout
+from zeroshard.leaves import leaves_by_granularity, unmatched_leaves
 from zeroshard.loss_scale import LossScale
 from zeroshard.lr_schedules import build_schedule
-from zeroshard.materialize import Description, Groups, build_buffer, build_gradients, describe, move_buffers
+from zeroshard.materialize import Description, Groups, build_buffer, describe, make_trainable, move_buffers
 from zeroshard.mixed_precision import DTYPES, Precision
 from zeroshard.monitor import Monitor
 from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
@@ -32,7 +36,11 @@ from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
 from zeroshard.streams import Lane
+from zeroshard.tiles import Tiles
+from zeroshard.trainables import Trainables
 from zeroshard.update import Update
+
+log = logging.getLogger("zeroshard")
 
 __all__ = ["OptimizerLike", "build_engine", "loss_scale_of", "policy_of"]
 
@@ -59,7 +67,8 @@ def build_engine(
     precision.check_kept(model)
     kept = dict.fromkeys(precision.kept_calls(model), precision.compute or torch.float32)
     description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
-    layout = plan_layout(description.root, description.specs, policy)
+    root = _with_leaves(description, config, is_first=groups.gather.rank == groups.replicate.rank == 0)
+    layout = plan_layout(root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
     precision.cast_buffers(model)
     move_buffers(model, groups, device)
@@ -81,22 +90,25 @@ def build_engine(
         autocast=precision.autocast,
         loss_scale=loss_scale if precision.needs_loss_scale else None,
     )
-    handles = install(description.modules, description.parameters, layout, executor, boundary, kept)
+    handles = install(description.modules, layout, executor, boundary, kept)
     states = States(
         buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
     )
+    update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
+    trainables = Trainables(model, description.parameters, states, policy, made, update, boundary)
+    full_state = FullState(states)
     return Engine(
         model,
         config=config,
         batch=batch,
         policy=policy,
-        layout=layout,
         states=states,
-        update=_make_update(config, precision, loss_scale, model, states),
+        update=update,
         access=Access(states, made),
+        full_state=full_state,
         boundary=boundary,
         progress=_make_progress(config, layout.numel, states),
-        handles=handles,
+        handles=[*trainables.install(), *handles, *full_state.install(model)],
         optimizer=made,
         scheduler=scheduler,
         device=device,
@@ -109,6 +121,7 @@ def _make_update(
     loss_scale: LossScale,
     model: nn.Module,
     states: States,
+    tiles: Tiles,
 ) -> Update:
     """When the norm is needed, and what happens with one that is not finite."""
     checks = precision.needs_loss_scale or (config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -121,6 +134,7 @@ def _make_update(
         loss_scale=loss_scale,
         probe=FiniteProbe(model),
         names=[name for name, _ in model.named_parameters()],
+        tiles=tiles,
     )
 
 
@@ -162,6 +176,8 @@ def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
     return Policy.of_stage(
         zero.stage,
         world,
+        mics=zero.mics_shard_size,
+        hpz=zero.zero_hpz_partition_size,
         reduce_dtype=None if wire is None else DTYPES[wire],
         accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
         before_reduce=1.0 / divisor,
@@ -173,6 +189,7 @@ def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
         max_live=zero.stage3_max_live_parameters,
         prefetch=zero.stage3_prefetch_bucket_size,
         max_reuse_distance=zero.stage3_max_reuse_distance,
+        tile=zero.sub_group_size,
     )
 
 
@@ -242,6 +259,30 @@ def _leaf_test(config: Config) -> Callable[[str, nn.Module], bool]:
     return is_leaf
 
 
+def _with_leaves(description: Description, config: Config, *, is_first: bool) -> ModuleSpec:
+    """The module tree with the leaves that the config finds by granularity; what it looks for in vain is told."""
+    zero, root = config.zero_optimization, description.root
+    leaf, usual = zero.leaf_module, LeafModule()
+    missing = unmatched_leaves(
+        root, [entry for entry in leaf.classes if entry not in usual.classes], leaf.names, leaf.name_suffixes
+    )
+    if missing and is_first:
+        log.warning("no module of the model matches leaf_module.%s", ", leaf_module.".join(missing))
+    threshold = zero.stage3_module_granularity_threshold
+    if not threshold or zero.stage < 3:
+        return root
+    numel = {spec.name: spec.numel for spec in description.specs}
+    marked, finest = leaves_by_granularity(root, numel, threshold)
+    if finest is not None and is_first:
+        log.warning(
+            "stage3_module_granularity_threshold %d makes no module a leaf: the finest is %r with %d elements per "
+            "module; a threshold from that on has an effect",
+            threshold,
+            *finest,
+        )
+    return marked
+
+
 def _build(
     description: Description, layout: Layout, groups: Groups, policy: Policy, device: torch.device
 ) -> tuple[list[FlatBuffer], list[GradientBuffer | None]]:
@@ -249,8 +290,9 @@ def _build(
     buffers, gradients = [], []
     for bucket in layout.buckets:
         parameters = [description.parameters[slot.name] for slot in bucket.slots]
-        buffers.append(build_buffer(bucket, parameters, groups, policy, lane, device))
-        gradients.append(build_gradients(bucket, groups, policy, device))
+        buffer = build_buffer(bucket, parameters, groups, policy, lane, device)
+        buffers.append(buffer)
+        gradients.append(make_trainable(buffer, groups, policy) if bucket.trainable else None)
     return buffers, gradients
 
 

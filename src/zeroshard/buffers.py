@@ -7,6 +7,9 @@ Vocabulary: `full` is the whole bucket in the dtype the model computes in; `shar
     resident bucket (stages 0-2, persistent)   full always there; shard is a slice of full
     other bucket (stage 3)                     full has storage only between gather and free; shard is its own
 
+With a secondary group (hpZ), a gathered bucket leaves this rank a second shard: its part of `full` among the few
+ranks of that group. Until the weights change, further gathers read those, and nothing crosses groups.
+
 Freeing resizes the storage of `full` to nothing. Views that autograd saved (a Linear's `weight.t()`) share
 that storage, so they see the data again after the next gather, and no activation keeps weights alive.
 """
@@ -24,7 +27,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import ShardedParameter, fingerprint
+from zeroshard.guard import fingerprint, sharded_class
 from zeroshard.layout import BucketLayout
 from zeroshard.streams import Lane
 
@@ -84,6 +87,25 @@ class _Home:
             self.buffer.watcher.touched(self.buffer.layout.index, result)
 
 
+class _SecondShard:
+    """This rank's part of a bucket's weights among the ranks of the secondary group.
+
+    Filled by what a gather over all shards brought, which is untouched then; out of date with the next change.
+    """
+
+    def __init__(self, group: Collectives, full: Tensor) -> None:
+        numel = full.numel() // group.size
+        self.group = group
+        self.shard = group.empty(numel, dtype=full.dtype, device=full.device)
+        self.is_current = False
+        self._own = full[group.rank * numel : (group.rank + 1) * numel]
+
+    def fill(self) -> None:
+        if not self.is_current:
+            self.shard.copy_(self._own)
+            self.is_current = True
+
+
 class FlatBuffer:
     """The weights of one bucket and the parameters that live in it."""
 
@@ -97,6 +119,7 @@ class FlatBuffer:
         master: Tensor | None,
         group: Collectives,
         lane: Lane,
+        secondary: Collectives | None = None,
     ) -> None:
         """Take `parameters` over. `full` (padded elements) and `shard` hold their values already."""
         self.layout = layout
@@ -108,6 +131,7 @@ class FlatBuffer:
         self.access: Any = None
         """Who reads and edits states of these parameters (`access.Access`)."""
         self.group, self._lane = group, lane
+        self._second = None if secondary is None or layout.resident else _SecondShard(secondary, full)
         self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]
         self._nbytes = full.untyped_storage().nbytes()
         self._views = [full[slot.offset : slot.end].view(slot.spec.shape) for slot in layout.slots]
@@ -116,6 +140,7 @@ class FlatBuffer:
         self._status = Status.AVAILABLE
         self._work: Work | None = None
         self._versions: list[int] = []
+        self._guarded = False
         for index, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True)):
             parameter.data = self._views[index]
             parameter._zeroshard = _Home(  # type: ignore[attr-defined]
@@ -140,18 +165,27 @@ class FlatBuffer:
             return
         with self._lane.entered():
             self.full.untyped_storage().resize_(self._nbytes)
+            group, shard = self.group, self.shard
+            if self._second is not None and self._second.is_current:
+                group, shard = self._second.group, self._second.shard
             with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
                 # Shards change only in the optimizer, after all ranks have agreed on the step.
-                self._work = self.group.all_gather(self.full, self.shard, stable=True)
+                self._work = group.all_gather(self.full, shard, stable=True)
         self._move(Status.INFLIGHT)
 
     def wait(self) -> None:
         """The gathered weights may be used from here on. Nothing to do unless a gather is in flight."""
+        if self._guarded:
+            self._guarded = False
+            for parameter, cls in zip(self.parameters, self._classes, strict=True):
+                parameter.__class__ = cls
         if self._status is not Status.INFLIGHT:
             return
         assert self._work is not None
         with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             self._work.wait()
+            if self._second is not None:
+                self._second.fill()
         self._work = None
         self._move(Status.AVAILABLE)
         swap_data = not self.layout.resident
@@ -161,15 +195,21 @@ class FlatBuffer:
                 parameter.data = view
         self.accept_edits()
 
+    def guard(self) -> None:
+        """The weights stay, but nobody announced a use: `need` is to hear of the next one, until `wait`."""
+        self._guarded = True
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
+
     def free(self) -> None:
         """Give the memory of `full` back, after the compute queued so far has read it."""
         self.wait()
         if not self.is_live:
             return
         self._move(Status.NOT_AVAILABLE)
-        for parameter in self.parameters:
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
             parameter.data = self._empty
-            parameter.__class__ = ShardedParameter
+            parameter.__class__ = sharded_class(cls)
         self._lane.wait_for_compute()
         with self._lane.entered():
             self.full.untyped_storage().resize_(0)
@@ -205,6 +245,7 @@ class FlatBuffer:
         if self.layout.resident:
             self._check_attached()
         self._mark_changed()
+        self._drop_second()
         with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             if self.master is not None and self.master is not self.shard:
                 self.shard.copy_(self.master)
@@ -214,8 +255,8 @@ class FlatBuffer:
             with self._lane.entered():
                 self._work = self.group.all_gather(self.full, self._own)
         self._move(Status.INFLIGHT)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        for parameter, cls in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(cls)
 
     def _mark_changed(self) -> None:
         """As after any optimizer's step: backward of a graph made with the old weights raises."""
@@ -239,6 +280,7 @@ class FlatBuffer:
 
         A master that rounds to what is in `full` was not edited, and keeps the digits that 16 bits have not.
         """
+        self._drop_second()
         with torch.no_grad():
             if self.shard.data_ptr() != self._own.data_ptr():
                 self.shard.copy_(self._own)
@@ -246,6 +288,34 @@ class FlatBuffer:
                 edited = self._own != self.master.to(self._own.dtype)
                 self.master.copy_(torch.where(edited, self._own, self.master))
         self._lane.wait_for_compute()
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Slot `index` is `value` (1-D, the same on all ranks) from here on: in what is gathered, in the shard, and
+        to the last digit in the master. Nobody may be reading the shard."""
+        slot, piece = self.layout.slots[index], self.layout.pieces(self.group.rank)[index]
+        own, part = slice(piece.at, piece.at + piece.numel), value[piece.start : piece.stop]
+        self._drop_second()
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
+            if self.is_live:
+                self.full[slot.offset : slot.end].copy_(value)
+            self.shard[own].copy_(part)
+            if self.master is not None and self.master is not self.shard:
+                self.master[own].copy_(part)
+        self._versions[index] = self.parameters[index]._version
+        self._lane.wait_for_compute()
+
+    def _drop_second(self) -> None:
+        """The shards change: the next gather is over all of them."""
+        if self._second is not None:
+            self._second.is_current = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights on this rank while nothing is gathered; masters apart."""
+        held = [self.full if self.layout.resident else self.shard]
+        if self._second is not None:
+            held.append(self._second.shard)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @property
     def owned(self) -> Tensor:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import ballot, open_collectives, unanimous
 from zeroshard.errors import ShardedAccessError, StateError
-from zeroshard.guard import ShardedParameter, fingerprint, home_of
+from zeroshard.guard import fingerprint, home_of, sharded_class
 
 __all__ = ["Cut", "Cuts", "can_cut"]
 
@@ -172,7 +172,7 @@ class Cuts:
         start, stop = cut.range_of(self.rank)
         cut.piece = _memory(stop - start, dtype, self.device)
         fresh._zeroshard = cut  # type: ignore[attr-defined]
-        fresh.__class__ = ShardedParameter
+        fresh.__class__ = sharded_class(cut.cls)
         return fresh
 
     def is_open(self, cut: Cut) -> bool:
@@ -245,7 +245,7 @@ class Cuts:
 
     def _close(self, parameter: nn.Parameter, cut: Cut) -> None:
         parameter.data = torch.empty(0, dtype=cut.piece.dtype, device=cut.device)
-        parameter.__class__ = ShardedParameter
+        parameter.__class__ = sharded_class(cut.cls)
         self._closed(cut)
 
     def _forget(self, parameter: nn.Parameter, cut: Cut) -> None:

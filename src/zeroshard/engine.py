@@ -23,12 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.access import Access
 from zeroshard.boundary import Boundary, carried_tokens
+from zeroshard.checkpoint.methods import Checkpoints
+from zeroshard.checkpoint.saving import Saver
 from zeroshard.config import BatchPlan, Config
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
+from zeroshard.full_state import FullState, StateDicts
 from zeroshard.inquiries import Inquiries
-from zeroshard.layout import Layout
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
@@ -38,7 +40,7 @@ from zeroshard.update import StepResult, Update
 __all__ = ["Engine", "StepResult"]
 
 
-class Engine(Inquiries, nn.Module):
+class Engine(Inquiries, StateDicts, Checkpoints, nn.Module):
     """A model, its optimizer, and the machinery between them. Made by `zeroshard.initialize`.
 
     Attribute access that the engine does not know falls through to the module.
@@ -51,10 +53,10 @@ class Engine(Inquiries, nn.Module):
         config: Config,
         batch: BatchPlan,
         policy: Policy,
-        layout: Layout,
         states: States,
         update: Update,
         access: Access,
+        full_state: FullState,
         boundary: Boundary,
         progress: Progress,
         handles: list[RemovableHandle],
@@ -64,7 +66,7 @@ class Engine(Inquiries, nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config, self.policy, self.layout, self.device = config, policy, layout, device
+        self.config, self.policy, self.device = config, policy, device
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.training_dataloader: Any = None
         self.micro_steps = 0
@@ -74,12 +76,14 @@ class Engine(Inquiries, nn.Module):
         self._batch = batch
         self._update, self._access, self._boundary, self._progress = update, access, boundary, progress
         self._states, self._executor, self._handles = states, states.executor, handles
+        self._full_state = full_state
         self._forced: bool | None = None
         self._window = 0
         """Calls of `step` since the last update."""
         self._managed_backward = False
         self._sync = True
         self._closed = False
+        self._saver = Saver()
         self._executor.on_backward = self._begin_backward
         self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
@@ -276,6 +280,7 @@ class Engine(Inquiries, nn.Module):
         else:
             due = self._update.backwards % self._batch.accumulation_steps == 0
         self._executor.reduces.enabled = self._sync and (self.policy.reduce_every_backward or due)
+        self._executor.reduces.averages = due
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_open("optimizer.step")
@@ -408,6 +413,7 @@ class Engine(Inquiries, nn.Module):
             return
         if self._executor.is_held:
             raise StateError("close() inside engine.gathered(): leave the block first")
+        self._saver.close()
         self._executor.end_step()
         self._executor.reduces.clear()
         self._closed = True

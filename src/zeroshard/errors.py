@@ -5,11 +5,11 @@
     │   ├── UnknownKeyError    a key nobody knows; carries the nearest known one
     │   └── NotYetError        a key that is known but not implemented in this release
     ├── ModelError             the model handed to `initialize` (no parameters, foreign optimizer, ...)
-    ├── CheckpointError        weights on disk that are missing, damaged or do not fit the model
     ├── ShardedAccessError     a sharded parameter was read where it cannot be gathered
     ├── ScheduleError          a schedule that breaks a rule, or ranks whose schedules differ
     ├── CommError              a collective failed
     │   └── RankLostError      a peer went away; names the rank
+    ├── CheckpointError        a checkpoint that cannot be written, read, or does not fit
     ├── StateError             an illegal move of a bucket or of the engine's life cycle
     └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
@@ -55,10 +55,6 @@ class ModelError(ZeroShardError, ValueError):
     """The model, or the optimizer that came with it, cannot be trained as it is."""
 
 
-class CheckpointError(ZeroShardError, ValueError):
-    """Weights on disk that are missing, damaged, or do not fit the model; the message names file and tensor."""
-
-
 class ShardedAccessError(ZeroShardError, RuntimeError):
     """A sharded parameter was touched outside a forward; the message names it and the cure."""
 
@@ -73,6 +69,10 @@ class CommError(ZeroShardError, RuntimeError):
 
 class RankLostError(CommError):
     """A peer rank closed its end; the message names it."""
+
+
+class CheckpointError(ZeroShardError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
 
 
 class StateError(ZeroShardError, RuntimeError):

@@ -26,12 +26,13 @@ from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.comm import Collectives
 from zeroshard.errors import ShardedAccessError
-from zeroshard.gradients import GradientBuffer, ReduceQueue
+from zeroshard.gradients import GradientBuffer
 from zeroshard.guard import refuse_access
 from zeroshard.layout import Layout
 from zeroshard.paths import Paths, Plan
 from zeroshard.policy import Policy
 from zeroshard.reads import UnannouncedReads
+from zeroshard.reductions import ReduceQueue
 from zeroshard.trace import Action, Kind, digest
 from zeroshard.unwinding import NEVER, Unwinding
 
@@ -88,6 +89,10 @@ class Executor:
         self.reduces = ReduceQueue(gradients, layout.reduce_order, groups)
         self.on_action: Callable[[Action], None] | None = None
         """Called with every point and action as it runs: how tests and measurements look on."""
+        self.on_path: Callable[[], None] | None = None
+        """Called before a path that records gradients begins."""
+        self.untrained = {bucket.index for bucket in layout.buckets if not bucket.trainable}
+        """Buckets of which no parameter requires grad now."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward starts, before its first point."""
         self.clock: Clock | None = None
@@ -151,6 +156,15 @@ class Executor:
         for action in step.after:
             if action.kind is not Kind.REDUCE:  # made by `watch`, once per backward
                 self.perform(action)
+        if kind in (Kind.END_FORWARD, Kind.END_BACKWARD):
+            self._guard_kept(bucket)
+
+    def _guard_kept(self, bucket: int) -> None:
+        """A bucket that the plan keeps until its next use is not free for all: a use by code that no unit announces
+        (see `touch`) is to be seen, or its backward would not be, and the plan would miss a point."""
+        buffer = self._buffers[bucket]
+        if buffer.is_live and not buffer.layout.resident and not self._uses[bucket].is_open:
+            buffer.guard()
 
     def perform(self, action: Action) -> None:
         """Run one action."""
@@ -399,11 +413,8 @@ class Executor:
         self._enter_backward()
         buffer = self._gradients[bucket]
         assert buffer is not None, f"a gradient arrived for frozen bucket {bucket}"
-        buffer.collect(index, gradient)
-        if len(buffer.arrived) == len(buffer.layout.slots):
-            buffer.arrived = set()
-            if not self._has_gathers:
-                self.perform(Action(Kind.REDUCE, bucket))
+        if buffer.collect(index, gradient, _graph_task()) and not self._has_gathers:
+            self.perform(Action(Kind.REDUCE, bucket))
 
     def _open(self, task: int, bucket: int, began: int) -> None:
         self._uses[bucket].backwards += self._order.open(task, bucket, began)
@@ -429,8 +440,10 @@ class Executor:
 
     def _begin_path(self) -> None:
         self.end_path()
-        self._path_open = True
         self._records_grad = torch.is_grad_enabled()
+        if self._records_grad and self.on_path is not None:
+            self.on_path()
+        self._path_open = True
         self._plan = self.paths.expected(self._records_grad)
 
     def end_path(self) -> None:
@@ -448,6 +461,11 @@ class Executor:
         self._drop_unclaimed()
         if trace:
             self.paths.learn(self._records_grad, trace)
+
+    def plan_anew(self, layout: Layout) -> None:
+        """Other buckets train from here on: what was planned is void. Between two paths, on all ranks."""
+        self.layout, self.paths = layout, Paths(layout, self.policy)
+        self.reduces.order = list(layout.reduce_order)
 
     def end_step(self) -> None:
         """The optimizer is about to change the weights: nothing made from the old ones is kept."""

@@ -1,7 +1,9 @@
 """The gradients of one bucket: collected flat, reduced, accumulated, and shown to the optimizer.
 
     collect     a parameter's gradient arrives in backward and is copied once into `local` (the full bucket)
-    reduce      `local` is reduce-scattered (all-reduced among replicas) into this rank's part
+    reduce      `local` is reduce-scattered (all-reduced where nothing is sharded) into this rank's part
+    average     with several shard groups (MiCS): the parts of the window are averaged among the replicas, when a
+                step is due, so that nothing else crosses groups
     accumulate  the reduced part is kept, or added to what earlier backwards of the window left
     show        the optimizer's slices read it through their `.grad`, without the loss scale
 
@@ -13,20 +15,16 @@ A parameter without a gradient in the window has none here either: no stale valu
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.clock import Clock
 from zeroshard.comm import Collectives, Work
 from zeroshard.layout import BucketLayout, Piece
 from zeroshard.precision import squared_norm
 
-__all__ = ["GradientBuffer", "ReduceQueue", "ShardSlice", "slices_of"]
-
-MAX_REDUCES = 2
-"""Reductions in flight; the oldest is waited for before a third is launched, which bounds their memory."""
+__all__ = ["GradientBuffer", "ShardSlice", "slices_of"]
 
 
 class GradientBuffer:
@@ -52,16 +50,20 @@ class GradientBuffer:
         `before_reduce` and `after_reduce` are factors around the reduction, which averages.
         """
         self.layout = layout
-        self.arrived: set[int] = set()
-        """Slots whose gradient came in the running backward."""
+        self.arrived: dict[int, set[int]] = {}
+        """By running backward (autograd graph task): slots whose gradient came in it."""
         self.had: set[int] = set()
         """Slots that got a gradient on this rank since the last step."""
         self.updating = False
         """The optimizer is at work: it sees only gradients it has elements of."""
+        self.lens: Callable[[int], Tensor] | None = None
+        """Through which the optimizer at work sees this rank's part of a slot, where they are not all promoted."""
         self.scale = 1.0
         """What the gradients of this window are multiplied by: the loss scale they were made with."""
         self.shard: Tensor | None = None
         """The reduced and accumulated gradient of this rank's part; None when there is none."""
+        self.has_replicas = layout.shards > 1 and replicate_group.size > 1
+        """What is reduced is the shard group's alone until it is averaged."""
         self._is_scaled = True
         """`shard` still has the factor `scale`."""
         self.device = device
@@ -79,6 +81,9 @@ class GradientBuffer:
         self._local: Tensor | None = None
         self._written: set[int] = set()
         self._work: tuple[Work, Tensor, Tensor] | None = None
+        self._partial: Tensor | None = None
+        """Reduced in the shard group, not yet averaged over replicas."""
+        self._average: tuple[Work, Tensor] | None = None
         self._stand_ins: dict[int, Tensor] = {}
         """What was shown for gradients that are not reduced yet, to see whether they were zeroed."""
         if keep_local:
@@ -89,8 +94,11 @@ class GradientBuffer:
         """Gradients are waiting to be reduced."""
         return bool(self._written)
 
-    def collect(self, index: int, gradient: Tensor) -> None:
-        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added."""
+    def collect(self, index: int, gradient: Tensor, task: int) -> bool:
+        """Take slot `index`'s gradient: copied when it is the first since the last reduction, else added.
+
+        True when it is the last one of the bucket in this backward, the graph task `task`.
+        """
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         slot = self.layout.slots[index]
@@ -103,8 +111,13 @@ class GradientBuffer:
             else:
                 local[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
                 self._written.add(index)
-        self.arrived.add(index)
         self.had.add(index)
+        arrived = self.arrived.setdefault(task, set())
+        arrived.add(index)
+        if len(arrived) < len(self.layout.slots):
+            return False
+        del self.arrived[task]
+        return True
 
     def launch_reduce(self) -> None:
         """Start the reduction of what was collected, zeros for slots that got nothing.
@@ -143,15 +156,40 @@ class GradientBuffer:
         self._work = None
         with torch.no_grad():
             work.wait()
-            if self.layout.shards > 1 and self._replicate_group.size > 1:
-                self._replicate_group.all_reduce(part, average=True).wait()
-            if self._after_reduce != 1.0:
-                part.mul_(self._after_reduce)
-            if self.shard is None:
-                self.shard, self._is_scaled = part, True
+            if not self.has_replicas:
+                self._accumulate(part)
+            elif self._partial is None:
+                self._partial = part
             else:
-                unscale = 1.0 if self._is_scaled else 1.0 / self.scale
-                self.shard = self.shard.to(self._sum_dtype).add_(part, alpha=unscale)
+                self._partial = self._partial.to(self._sum_dtype).add_(part)
+
+    def launch_average(self) -> None:
+        """Start averaging over replicas what the shard group has reduced since the last time.
+
+        Every rank calls it, in the same order of buckets. Nothing to do where there are no replicas.
+        """
+        self.finish_average()
+        if self._partial is not None:
+            work = self._replicate_group.all_reduce(self._partial, average=True)
+            self._average, self._partial = (work, self._partial), None
+
+    def finish_average(self) -> None:
+        """Wait for it, if it runs, and accumulate its result."""
+        if self._average is None:
+            return
+        (work, part), self._average = self._average, None
+        with torch.no_grad():
+            work.wait()
+            self._accumulate(part)
+
+    def _accumulate(self, part: Tensor) -> None:
+        if self._after_reduce != 1.0:
+            part.mul_(self._after_reduce)
+        if self.shard is None:
+            self.shard, self._is_scaled = part, True
+        else:
+            unscale = 1.0 if self._is_scaled else 1.0 / self.scale
+            self.shard = self.shard.to(self._sum_dtype).add_(part, alpha=unscale)
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part, without the loss scale: a float64 scalar, not finite when an element is not."""
@@ -171,6 +209,18 @@ class GradientBuffer:
             self.shard.mul_(factor)
         return self.shard
 
+    @property
+    def is_narrow(self) -> bool:
+        """The accumulated gradient has fewer bits than the optimizer is to see."""
+        return self.shard is not None and self.shard.dtype.itemsize < self._optimizer_dtype.itemsize
+
+    def widened(self, index: int, factor: float) -> Tensor:
+        """A copy of slot `index`'s gradient as `promote(factor)` would show it."""
+        assert self.shard is not None
+        piece = self._pieces[index]
+        factor = factor / self.scale if self._is_scaled else factor
+        return self.shard[piece.at : piece.at + piece.numel].to(self._optimizer_dtype).mul_(factor)
+
     def piece(self, index: int) -> Tensor | None:
         """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none.
 
@@ -180,6 +230,8 @@ class GradientBuffer:
         piece = self._pieces[index]
         if index not in self.had or (self.updating and not piece.numel):
             return None
+        if self.lens is not None:
+            return self.lens(index)
         total = self.promote()
         if total is not None:
             return total[piece.at : piece.at + piece.numel]
@@ -205,17 +257,19 @@ class GradientBuffer:
         self._written.discard(index)
         self._stand_ins.pop(index, None)
         piece = self._pieces[index]
-        if self.shard is not None and piece.numel:
-            self.shard[piece.at : piece.at + piece.numel].zero_()
+        for sums in (self.shard, self._partial):
+            if sums is not None and piece.numel:
+                sums[piece.at : piece.at + piece.numel].zero_()
         if not self.had:
             self.shard = None
 
     def clear(self) -> None:
         """Drop everything: the window is over."""
         self.finish_reduce()
-        self.shard = None
+        self.finish_average()
+        self.shard = self._partial = self.lens = None
         self.had = set()
-        self.arrived = set()
+        self.arrived = {}
         self._written = set()
         self._stand_ins = {}
         if not self._keep_local:
@@ -223,7 +277,7 @@ class GradientBuffer:
 
     def nbytes(self) -> int:
         """Bytes held now; `shard` counts unless it is a part of the full gradient."""
-        held = [tensor for tensor in (self._local, self.shard) if tensor is not None]
+        held = [tensor for tensor in (self._local, self.shard, self._partial) if tensor is not None]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
@@ -236,11 +290,12 @@ class GradientBuffer:
     def _writable_local(self) -> Tensor:
         """The full gradient, ready to take the next backward's."""
         self.finish_reduce()
+        self.finish_average()
         if self._local is None:
             self._local = self._allocate(self._accumulate_dtype or self._dtype)
-        elif self.shard is not None and not self._written and self._aliases_local(self.shard):
-            # Reduced in place by an earlier backward of this window, and about to be overwritten.
-            self.shard = self.shard.clone()
+        elif not self._written:
+            # What was reduced in place by an earlier backward of this window is about to be overwritten.
+            self.shard, self._partial = self._kept(self.shard), self._kept(self._partial)
         return self._local
 
     def _drop_zeroed(self) -> None:
@@ -249,9 +304,12 @@ class GradientBuffer:
             if shown._version and not shown.isnan().any():
                 self.discard(index)
 
-    def _aliases_local(self, tensor: Tensor) -> bool:
+    def _kept(self, sums: Tensor | None) -> Tensor | None:
+        """`sums`, where it does not lie in `local`."""
         assert self._local is not None
-        return bool(tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata)
+        if sums is None or sums.untyped_storage()._cdata != self._local.untyped_storage()._cdata:
+            return sums
+        return sums.clone()
 
     def _promoted(self, local: Tensor) -> Tensor:
         """`local` in the dtype sums are made in; it keeps that dtype for the steps to come."""
@@ -261,149 +319,6 @@ class GradientBuffer:
             wide.copy_(local)
             self._local = local = wide
         return local
-
-
-class ReduceQueue:
-    """Launches reductions in one order that all ranks keep, whatever order gradients come in.
-
-    Whatever makes buckets ready at different moments on different ranks cannot reorder collectives into a hang: at
-    the end of the round every bucket is reduced, with zeros where nothing came.
-    """
-
-    def __init__(
-        self,
-        gradients: Sequence[GradientBuffer | None],
-        order: Sequence[int],
-        groups: Sequence[Collectives],
-    ) -> None:
-        """`groups` together hold all ranks; `order` names every trainable bucket."""
-        self.order = list(order)
-        self.nested = False
-        """The running backward has others inside (reentrant checkpointing): a parameter's gradient may come in
-        several parts, the later ones after its bucket was reduced."""
-        self.enabled = True
-        """False while gradients only accumulate locally (`no_sync`; stages 0 and 1 before the boundary)."""
-        self.pending = False
-        """A round ended without reduction since the last one that reduced."""
-        self.early = False
-        """Buckets were reduced before the end of their backward since the last `flush`: gradients may have come
-        to them later, of weights that were used where nothing saw it."""
-        self.observed: list[int] = []
-        """Buckets in the order they became ready in the latest round."""
-        self.clock: Clock | None = None
-        self._gradients, self._groups = gradients, groups
-        self._ready: set[int] = set()
-        self._next = 0
-        self._flying: list[GradientBuffer] = []
-        self._last: set[int] = set()
-        """Buckets to which gradients once came after their reduction: reduced at the end of the round."""
-
-    def begin(self) -> None:
-        """A backward starts."""
-        self.observed = []
-        self.nested = False
-        self._ready = set()
-        self._next = 0
-
-    def ready(self, bucket: int) -> None:
-        """No more gradients come to a bucket: launch it, and what waited for it."""
-        if bucket in self._last:
-            return
-        if bucket not in self._ready:
-            self._ready.add(bucket)
-            self.observed.append(bucket)
-        while self.enabled and self._next < len(self.order) and self.order[self._next] in self._ready:
-            self._launch(self.order[self._next])
-            self._next += 1
-
-    def end(self) -> None:
-        """The backward ended: reduce what is left and wait for everything, or remember that it is due."""
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.arrived = set()
-        if not self.enabled:
-            self.pending = True
-            return
-        for bucket in self.order[self._next :]:
-            self._launch(bucket)
-        self._next = len(self.order)
-        if self.nested and self.order:
-            for bucket in self._late():
-                self._launch(bucket)
-        while self._flying:
-            self._finish_oldest()
-        self.pending = False
-
-    def _finish_oldest(self) -> None:
-        gradient = self._flying.pop(0)
-        if self.clock is None:
-            gradient.finish_reduce()
-        else:
-            with self.clock.phase("reduce wait"):
-                gradient.finish_reduce()
-
-    def _late(self) -> list[int]:
-        """Buckets for which gradients came after their reduction, on any rank."""
-        device = self._gradient(self.order[0]).device
-        flags = [float(self._gradient(bucket).has_local) for bucket in self.order]
-        for group in self._groups:
-            if group.size > 1:
-                flags = group.sum_to_host(torch.tensor(flags, dtype=torch.float64, device=device))
-        return [bucket for bucket, flag in zip(self.order, flags, strict=True) if flag]
-
-    def flush(self) -> None:
-        """Reduce all that is not reduced yet."""
-        self.flush_pending()
-        if self.early:
-            self.flush_late()
-
-    def flush_pending(self) -> None:
-        """Reduce what only accumulated locally, all buckets at once."""
-        if self.pending:
-            enabled, self.enabled = self.enabled, True
-            self.begin()
-            self.end()
-            self.enabled = enabled
-
-    @property
-    def has_late(self) -> bool:
-        """Gradients came on this rank after their bucket was reduced."""
-        return self.early and any(gradient is not None and gradient.has_local for gradient in self._gradients)
-
-    def flush_late(self) -> None:
-        """Reduce what came after its bucket was reduced, on any rank."""
-        self.early = False
-        late = self._late()
-        self._last.update(late)
-        for bucket in late:
-            self._launch(bucket)
-        while self._flying:
-            self._finish_oldest()
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        while self._flying:
-            self._finish_oldest()
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.clear()
-        self.pending = self.early = False
-
-    def agreed_order(self) -> list[int]:
-        """The observed order, completed by the buckets that never became ready."""
-        return self.observed + [bucket for bucket in self.order if bucket not in set(self.observed)]
-
-    def _launch(self, bucket: int) -> None:
-        if len(self._flying) >= MAX_REDUCES:
-            self._finish_oldest()
-        gradient = self._gradient(bucket)
-        gradient.launch_reduce()
-        self._flying.append(gradient)
-
-    def _gradient(self, bucket: int) -> GradientBuffer:
-        gradient = self._gradients[bucket]
-        assert gradient is not None, f"bucket {bucket} is frozen"
-        return gradient
 
 
 class ShardSlice(Tensor):
@@ -430,6 +345,13 @@ class ShardSlice(Tensor):
         assert isinstance(part, ShardSlice)
         part._gradients, part._index, part.start = gradients, index, piece.start
         return part
+
+    def train(self, data: Tensor, piece: Piece, gradients: GradientBuffer) -> None:
+        """A frozen slice becomes one over `data`, in place: optimizers have it already."""
+        part = data.detach()[piece.at : piece.at + piece.numel]
+        self.data = part.view(self.shape)
+        self._gradients = gradients
+        self.requires_grad_()
 
     @property
     def grad(self) -> Tensor | None:

@@ -13,7 +13,9 @@ fails, where a view of freed storage would crash the process.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ __all__ = [
     "has_engine",
     "home_of",
     "refuse_access",
+    "sharded_class",
 ]
 
 
@@ -210,7 +213,7 @@ class ShardedParameter(nn.Parameter):
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
-        if func in _LIKE:
+        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
@@ -237,6 +240,15 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         home_of(self).need("pickle")
         return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
+    """`ShardedParameter` for parameters of class `kind` (packed weights have one of their own): what the class says
+    and does stays, what reads elements is guarded."""
+    if kind is nn.Parameter:
+        return ShardedParameter
+    return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
 
 
 def _shape_of(parameter: Tensor) -> Tensor:

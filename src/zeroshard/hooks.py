@@ -15,18 +15,17 @@ from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
 from zeroshard.precision import cast_floating, tensors_in
 
-__all__ = ["install"]
+__all__ = ["hook_gradient", "install"]
 
 
 def install(
     modules: Mapping[str, nn.Module],
-    parameters: Mapping[str, nn.Parameter],
     layout: Layout,
     executor: Executor,
     boundary: Boundary,
     kept: Mapping[str, torch.dtype],
 ) -> list[RemovableHandle]:
-    """Hook every unit's forward and every trainable parameter's gradient; the handles remove them.
+    """Hook every unit's forward; the handles remove the hooks.
 
     `kept`: modules that compute in fp32 inside a model of another dtype, and that dtype.
     """
@@ -38,16 +37,11 @@ def install(
         if not boundary.does_nothing:
             handles += _hook_boundary(modules[unit.path], executor, boundary)
         handles += _hook_unit(modules[unit.path], unit, layout, executor)
-    for name, (bucket, index) in layout.slot_of.items():
-        if layout.buckets[bucket].trainable:
-            handles.append(_hook_gradient(parameters[name], name, bucket, index, executor, boundary))
     return handles
 
 
 def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor) -> list[RemovableHandle]:
     freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
-    frozen = tuple(bucket for bucket in freed if not layout.buckets[bucket].trainable)
-    trains = any(layout.buckets[bucket].trainable for bucket in freed)
 
     handled: list[BaseException | None] = []
     """Of each forward that runs: the exception that was being handled around it when it began."""
@@ -65,7 +59,11 @@ def _hook_unit(module: nn.Module, unit: Unit, layout: Layout, executor: Executor
         may_save = (
             not raised
             and torch.is_grad_enabled()
-            and (trains or touched or (bool(frozen) and _any_requires_grad((args, kwargs))))
+            and (
+                touched
+                or not executor.untrained.issuperset(freed)
+                or (bool(freed) and _any_requires_grad((args, kwargs)))
+            )
         )
         executor.leave(freed, outputs, may_save)
 
@@ -116,9 +114,11 @@ def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]
     ]
 
 
-def _hook_gradient(
+def hook_gradient(
     parameter: nn.Parameter, name: str, bucket: int, index: int, executor: Executor, boundary: Boundary
 ) -> RemovableHandle:
+    """Take the gradient of a parameter that requires grad, whenever it comes."""
+
     def gradient_ready(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:

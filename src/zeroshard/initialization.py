@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
-from zeroshard.comm import LocalCollectives, ballot, open_collectives, unanimous
+from zeroshard.comm import Collectives, LocalCollectives, ballot, open_collectives, unanimous
 from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
@@ -83,6 +84,7 @@ def initialize(
         log.warning(
             "\n  ".join([f"{parsed.source}: keys without effect, or under an old name:", *parsed.notes])
         )
+    checkpointing.adopt(parsed)
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
     groups = open_groups(policy, world)
@@ -166,14 +168,28 @@ def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> 
 
 
 def open_groups(policy: Policy, world: World) -> Groups:
-    """Gathers and reduces on groups of their own, so that neither waits for the other's order."""
-    if policy.world == 1:
-        return Groups(gather=LocalCollectives(), reduce=LocalCollectives(), replicate=LocalCollectives())
-    if policy.shard_size == 1:
-        group = dist.new_group()
-        replicate = open_collectives(group, world.device)
-        local = LocalCollectives()
-        return Groups(gather=local, reduce=local, replicate=replicate, owned=(group,))
-    groups = (dist.new_group(), dist.new_group())
-    gather, reduce = (open_collectives(group, world.device) for group in groups)
-    return Groups(gather=gather, reduce=reduce, replicate=LocalCollectives(), owned=groups)
+    """Gathers and reduces on groups of their own, so that neither waits for the other's order.
+
+    Shard groups are consecutive ranks, and so are the groups of a secondary copy inside them; ranks of the same
+    place in their shard groups are replicas of each other. All ranks make all groups, in the same order.
+    """
+    ranks, shard = list(range(world.size)), policy.shard_size
+    owned: list[dist.ProcessGroup] = []
+
+    def opened(partition: list[list[int]]) -> Collectives:
+        if len(partition[0]) == 1:
+            return LocalCollectives()
+        made = [dist.new_group(members) for members in partition]
+        own = next(group for group, members in zip(made, partition, strict=True) if world.rank in members)
+        owned.append(own)
+        return open_collectives(own, world.device)
+
+    neighbours = _consecutive(ranks, shard)
+    gather, reduce = opened(neighbours), opened(neighbours)
+    replicate = opened([ranks[place::shard] for place in range(shard)])
+    secondary = opened(_consecutive(ranks, policy.secondary_size)) if policy.secondary_size > 1 else None
+    return Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=tuple(owned))
+
+
+def _consecutive(ranks: list[int], size: int) -> list[list[int]]:
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]

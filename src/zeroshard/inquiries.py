@@ -11,6 +11,7 @@ from zeroshard.memory import MemoryBill, predict_memory
 from zeroshard.mixed_precision import DTYPES
 from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
 from zeroshard.precision import dtype_of
+from zeroshard.tiles import Tiles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,6 @@ class Inquiries:
 
     config: Config
     policy: Policy
-    layout: Layout
     optimizer: Optimizer | None
     _batch: BatchPlan
     _update: Update
@@ -173,6 +173,11 @@ class Inquiries:
     # ---- what happens -------------------------------------------------------------------------------
 
     @property
+    def layout(self) -> Layout:
+        """Which parameters travel together, and where each one lies."""
+        return self._executor.layout
+
+    @property
     def schedule(self) -> Schedule | None:
         """The schedule of the latest finished path: prints as `0GATHER 0WAIT 0F ...`. None before there is one.
 
@@ -195,14 +200,14 @@ class Inquiries:
             state_elements=STATE_ELEMENTS.get(name),
             accumulates=self.policy.accumulate_dtype is not None,
             gathered_peak=self._executor.paths.predicted_peak(),
+            tile=self.policy.tile if self.optimizer is not None and Tiles.suit(self.optimizer) else None,
         )
 
     def measured_memory(self) -> MemoryBill:
         """This rank's bill counted from the tensors that exist; gradients and the peak as of the most so far."""
         parameters = master = 0
         for buffer in self._states.buffers:
-            tensor = buffer.full if buffer.layout.resident else buffer.shard
-            parameters += tensor.numel() * tensor.element_size()
+            parameters += buffer.nbytes
             if buffer.master is not None and buffer.master is not buffer.shard:
                 master += buffer.master.numel() * buffer.master.element_size()
         return MemoryBill(
@@ -211,6 +216,7 @@ class Inquiries:
             master=master,
             optimizer_state=0 if self.optimizer is None else state_bytes(self.optimizer),
             gathered_peak=self._executor.peak_gathered,
+            update_peak=self._update.tiles.peak,
         )
 
     def memory(self) -> list[tuple[str, int | None, int]]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zeroshard.policy import BYTES_OF, Policy
 
@@ -32,6 +32,7 @@ __all__ = [
     "Unit",
     "pack",
     "plan_layout",
+    "unfrozen",
 ]
 
 ALIGNMENT_BYTES = 64
@@ -199,6 +200,14 @@ class Layout:
     def padding(self) -> int:
         """Elements that belong to no parameter, over all buckets."""
         return sum(bucket.padded for bucket in self.buckets) - self.numel
+
+
+def unfrozen(layout: Layout, buckets: Collection[int], definition: Sequence[str]) -> Layout:
+    """`layout` with `buckets` trainable as well. `definition`: parameter names in order of definition."""
+    changed = tuple(
+        replace(bucket, trainable=bucket.trainable or bucket.index in buckets) for bucket in layout.buckets
+    )
+    return replace(layout, buckets=changed, reduce_order=_reduce_order(changed, definition))
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from zeroshard.policy import BYTES_OF, Policy
 from zeroshard.precision import dtype_name, dtype_of
 from zeroshard.streams import Lane
 
-__all__ = ["Description", "Groups", "build_buffer", "build_gradients", "describe", "move_buffers"]
+__all__ = ["Description", "Groups", "build_buffer", "describe", "make_trainable", "move_buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,15 @@ class Groups:
     gather: Collectives
     reduce: Collectives
     replicate: Collectives
+    secondary: Collectives | None = None
+    """The neighbours that share a second copy of gathered parameters (hpZ)."""
     owned: tuple[dist.ProcessGroup, ...] = ()
     """Process groups made for these collectives, which end with them."""
 
     def close(self) -> None:
-        for group in (self.gather, self.reduce, self.replicate):
-            group.close()
+        for group in (self.gather, self.reduce, self.replicate, self.secondary):
+            if group is not None:
+                group.close()
         for made in self.owned:
             dist.destroy_process_group(made)
 
@@ -112,6 +115,11 @@ def _spec(name: str, parameter: nn.Parameter, dtype: torch.dtype, uncut: bool) -
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}, which cannot be sharded; known are "
             f"{', '.join(BYTES_OF)}. Keep it as a buffer, or view it as uint8."
         )
+    if parameter.requires_grad and parameter.dtype.itemsize == 1:
+        raise ModelError(
+            f"parameter {name!r} holds packed {dtype_name(parameter.dtype)} values, which cannot be trained. Set "
+            f"its requires_grad to False."
+        )
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
@@ -148,10 +156,18 @@ def build_buffer(
         own = slice(shard_group.rank * layout.shard_numel, (shard_group.rank + 1) * layout.shard_numel)
         full, shard = _place(source, own, layout, dtype, shard_group)
         master: Tensor | None = None
-        if layout.trainable:
-            narrow = dtype.itemsize < 4 and policy.wide_masters
-            master = source[own].to(torch.float32, copy=True) if narrow else shard
-    return FlatBuffer(layout, parameters, full=full, shard=shard, master=master, group=shard_group, lane=lane)
+        if layout.trainable and dtype.itemsize < 4 and policy.wide_masters:
+            master = source[own].to(torch.float32, copy=True)
+    return FlatBuffer(
+        layout,
+        parameters,
+        full=full,
+        shard=shard,
+        master=master,
+        group=shard_group,
+        lane=lane,
+        secondary=groups.secondary,
+    )
 
 
 def _hand_over(parameter: nn.Parameter, slot: Slot, source: Tensor, policy: Policy) -> bool:
@@ -186,16 +202,17 @@ def _common_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     return dtype
 
 
-def build_gradients(
-    layout: BucketLayout, groups: Groups, policy: Policy, device: torch.device
-) -> GradientBuffer | None:
-    """Where a bucket's gradients are collected; None when it is frozen."""
-    if not layout.trainable:
-        return None
+def make_trainable(buffer: FlatBuffer, groups: Groups, policy: Policy) -> GradientBuffer:
+    """What a bucket has when it trains and a frozen one has not, at the start or later: a master, if 16-bit values
+    are to have one and it was not cut from finer ones, and the place where gradients are collected."""
+    layout, dtype = buffer.layout, dtype_of(buffer.layout.dtype)
+    if buffer.master is None:
+        narrow = dtype.itemsize < 4 and policy.wide_masters
+        buffer.master = buffer.shard.to(torch.float32, copy=True) if narrow else buffer.shard
     return GradientBuffer(
         layout,
-        dtype=dtype_of(layout.dtype),
-        device=device,
+        dtype=dtype,
+        device=buffer.shard.device,
         shard_group=groups.reduce,
         replicate_group=groups.replicate,
         keep_local=not policy.reduce_every_backward,

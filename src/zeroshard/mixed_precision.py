@@ -77,8 +77,8 @@ class Precision:
         }
 
         def dtype_for(parameter: nn.Parameter) -> torch.dtype:
-            if not parameter.is_floating_point():
-                return parameter.dtype
+            if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
+                return parameter.dtype  # packed weights
             if id(parameter) in kept:
                 return torch.promote_types(parameter.dtype, torch.float32)
             if self.autocast is not None:

@@ -6,6 +6,15 @@
     2       all ranks              no                            every backward, reduce-scatter
     3       all ranks              yes                           every backward, reduce-scatter
 
+Two axes go with it, each a number of consecutive ranks:
+
+    MiCS, `mics_shard_size`          states are sharded over so many ranks instead of all, and the groups are
+                                     replicas of each other: gathers stay inside a group, and between groups only
+                                     the gradient of a shard is averaged, at the boundary
+    hpZ, `zero_hpz_partition_size`   the first gather after a step goes over all ranks of the shard group and leaves
+                                     each one with a second, larger shard; later gathers read those, in groups of
+                                     so many ranks
+
 Nothing else in the code base asks for the stage: it asks for the property.
 """
 
@@ -14,6 +23,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from zeroshard.errors import ConfigError
+
 __all__ = ["BYTES_OF", "Policy"]
 
 BYTES_OF = {
@@ -21,6 +32,8 @@ BYTES_OF = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
@@ -40,6 +53,8 @@ class Policy:
     """Ranks that share one copy of the states (1 = every rank has its own)."""
     replicate_size: int
     """Copies of that shard group; shard_size * replicate_size = data-parallel world."""
+    secondary_size: int = 1
+    """Ranks that share a second copy of gathered parameters, a divisor of shard_size (1 = there is none)."""
     reduce_every_backward: bool
     free_after_use: bool
     reduce_dtype: str | None = None
@@ -65,14 +80,31 @@ class Policy:
     max_reuse_distance: int = 1_000_000_000
     """Keep a bucket that is used again within this many elements (`stage3_max_reuse_distance`)."""
 
+    tile: int = 1_000_000_000
+    """Elements of this rank's slices that the optimizer works on at once (`sub_group_size`)."""
+
     @classmethod
-    def of_stage(cls, stage: int, world: int, **sizes: object) -> Policy:
-        """The policy of ZeRO `stage` on `world` data-parallel ranks; `sizes` override the defaults."""
+    def of_stage(cls, stage: int, world: int, *, mics: int = 0, hpz: int = 1, **sizes: object) -> Policy:
+        """The policy of ZeRO `stage` on `world` data-parallel ranks; `sizes` override the defaults.
+
+        `mics`: ranks of a shard group, all for 0 or less. `hpz`: ranks that share a second copy of the
+        parameters; 0 and 1 are none, and so is the whole shard group, whose gathers it would not change.
+
+        Raises ConfigError where the ranks cannot be cut into groups of that size.
+        """
         shard = world if stage >= 1 else 1
+        if mics > 0 and stage >= 1:
+            _check_groups("mics_shard_size", mics, world, f"the {world} ranks of the run")
+            shard = mics
+        secondary = min(hpz, shard) if stage >= 3 else 1
+        if secondary > 1:
+            whose = "the run" if shard == world else "a shard group"
+            _check_groups("zero_hpz_partition_size", secondary, shard, f"the {shard} ranks of {whose}")
         return cls(
             stage=stage,
             shard_size=shard,
             replicate_size=world // shard,
+            secondary_size=secondary if 1 < secondary < shard else 1,
             reduce_every_backward=stage >= 2,
             free_after_use=stage >= 3,
             **sizes,  # type: ignore[arg-type]
@@ -81,3 +113,22 @@ class Policy:
     @property
     def world(self) -> int:
         return self.shard_size * self.replicate_size
+
+    @property
+    def axes(self) -> str:
+        """How the ranks are grouped, in words; nothing where they are not."""
+        parts = []
+        if 1 < self.replicate_size < self.world:
+            parts.append(f"{self.replicate_size} replicas of shard groups of {self.shard_size} (MiCS)")
+        if self.secondary_size > 1:
+            parts.append(f"second shards in groups of {self.secondary_size} (hpZ)")
+        return ", ".join(parts)
+
+
+def _check_groups(key: str, size: int, ranks: int, whole: str) -> None:
+    if ranks % size == 0:
+        return
+    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    raise ConfigError(
+        f"zero_optimization.{key} = {size}: {whole} cannot be cut into groups of {size}; choose one of {divisors}"
+    )

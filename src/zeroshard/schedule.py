@@ -95,13 +95,11 @@ def compile_schedule(trace: Sequence[Action], layout: Layout, policy: Policy) ->
     numel = {bucket.index: bucket.padded for bucket in layout.buckets}
     resident = {bucket.index for bucket in layout.buckets if bucket.resident}
     trainable = {bucket.index for bucket in layout.buckets if bucket.trainable}
-    demand = add_gather_free(trace, resident)
-    # What is needed cannot be refused: the budget is never below what the step takes on demand.
-    budget = max(policy.max_live, max(live_elements(demand, numel), default=0))
-    actions = drop_short_reuse(demand, numel, policy.max_reuse_distance, budget)
-    actions = hoist_gathers(actions, numel, policy.prefetch, budget)
+    actions = add_gather_free(trace, resident)
+    actions = drop_short_reuse(actions, numel, policy.max_reuse_distance, policy.max_live)
+    actions = hoist_gathers(actions, numel, policy.prefetch, policy.max_live)
     actions = add_reduce(actions, trainable)
-    verify(actions, numel, resident, budget)
+    verify(actions, numel, resident, policy.max_live)
     return Schedule(actions)
 
 
@@ -127,8 +125,7 @@ def add_gather_free(trace: Iterable[Action], resident: Collection[int]) -> tuple
     it is freed when the last one ends; what never ends is freed last.
     """
     actions: list[Action] = []
-    forwards: dict[int, int] = {}
-    backwards: set[int] = set()
+    uses = _Uses()
     live: dict[int, None] = {}
     waited: set[int] = set()
     for point in trace:
@@ -139,31 +136,44 @@ def add_gather_free(trace: Iterable[Action], resident: Collection[int]) -> tuple
                 actions.append(Action(Kind.WAIT, bucket))
             actions.append(point)
             continue
-        if kind in _BEGIN:
-            if bucket not in live:
-                live[bucket] = None
-                actions += [Action(Kind.GATHER, bucket), Action(Kind.WAIT, bucket)]
-            if kind is Kind.FORWARD:
-                forwards[bucket] = forwards.get(bucket, 0) + 1
-            else:
-                backwards.add(bucket)
-        elif kind is Kind.END_FORWARD:
-            forwards[bucket] = max(forwards.get(bucket, 0) - 1, 0)
-        else:
-            backwards.discard(bucket)
+        if kind in _BEGIN and bucket not in live:
+            live[bucket] = None
+            actions += [Action(Kind.GATHER, bucket), Action(Kind.WAIT, bucket)]
+        uses.see(kind, bucket)
         actions.append(point)
-        ended = kind not in _BEGIN and not forwards.get(bucket) and bucket not in backwards
-        if ended and bucket in live:
+        if bucket in live and not uses.has(bucket):
             del live[bucket]
             actions.append(Action(Kind.FREE, bucket))
     actions += [Action(Kind.FREE, bucket) for bucket in live]
     return tuple(actions)
 
 
+class _Uses:
+    """Who is between F and f, or between B and b."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[int, int] = {}
+        self._backwards: set[int] = set()
+
+    def see(self, kind: Kind, bucket: int) -> None:
+        if kind is Kind.FORWARD:
+            self._forwards[bucket] = self._forwards.get(bucket, 0) + 1
+        elif kind is Kind.END_FORWARD:
+            self._forwards[bucket] = max(self._forwards.get(bucket, 0) - 1, 0)
+        elif kind is Kind.BACKWARD:
+            self._backwards.add(bucket)
+        elif kind is Kind.END_BACKWARD:
+            self._backwards.discard(bucket)
+
+    def has(self, bucket: int) -> bool:
+        return bool(self._forwards.get(bucket)) or bucket in self._backwards
+
+
 def drop_short_reuse(
     actions: Sequence[Action], numel: Mapping[int, int], distance: int, budget: int
 ) -> tuple[Action, ...]:
-    """Keep a bucket that is used again before more than `distance` elements of others are, if it fits."""
+    """Keep a bucket that is used again before more than `distance` elements of others are, while no more than
+    `budget` elements are gathered."""
     kept = list(actions)
     index = 0
     while index < len(kept):
@@ -200,7 +210,7 @@ def hoist_gathers(
     """Launch each gather before earlier compute, as far ahead as the limits allow.
 
     A gather may start while fewer than `prefetch` elements and `MAX_IN_FLIGHT` buckets are in flight, so a
-    bucket larger than `prefetch` still runs one ahead; gathered elements stay within `budget`.
+    bucket larger than `prefetch` still runs one ahead, where gathered elements stay within `budget`.
     """
     moved = list(actions)
     if prefetch <= 0:
@@ -277,17 +287,23 @@ def verify(
 ) -> None:
     """Refuse a schedule that would read what is not there, leak, or exceed the budget.
 
-    Raises ScheduleError with the schedule printed and an arrow at the action that breaks a rule.
+    What is needed cannot be refused, so more than `budget` elements may be gathered where all of them are in
+    use: what is kept or gathered ahead is within it. Raises ScheduleError with the schedule printed and an arrow
+    at the action that breaks a rule.
     """
     state: dict[int, str] = {}
+    uses = _Uses()
     live = 0
     for index, (kind, bucket) in enumerate(actions):
         now = state.get(bucket, "sharded")
         if kind is Kind.GATHER:
             _require(now == "sharded", actions, index, f"gathers bucket {bucket}, which is {now}")
-            state[bucket] = "in flight"
             live += numel[bucket]
-            _require(live <= budget, actions, index, f"{live} elements gathered, budget {budget}")
+            if live > budget:
+                spare = any(state[other] != "sharded" and not uses.has(other) for other in state)
+                needed = not spare and _next_point(actions, index) == bucket
+                _require(needed, actions, index, f"{live} elements gathered, budget {budget}")
+            state[bucket] = "in flight"
         elif kind is Kind.WAIT and bucket not in resident:
             _require(now == "in flight", actions, index, f"waits for bucket {bucket}, which is {now}")
             state[bucket] = "gathered"
@@ -297,8 +313,14 @@ def verify(
             live -= numel[bucket]
         elif kind in _BEGIN and bucket not in resident:
             _require(now == "gathered", actions, index, f"computes with bucket {bucket}, which is {now}")
+        uses.see(kind, bucket)
     left = sorted(bucket for bucket, now in state.items() if now != "sharded")
     _require(not left, actions, len(actions) - 1, f"buckets {left} are still gathered at the end")
+
+
+def _next_point(actions: Sequence[Action], index: int) -> int | None:
+    """The bucket of the first point after `index`."""
+    return next((action.bucket for action in actions[index + 1 :] if action.kind in POINTS), None)
 
 
 def _require(holds: bool, actions: Sequence[Action], index: int, problem: str) -> None:

@@ -14,7 +14,8 @@ def summary(engine: Any) -> str:
     """Stage, ranks, sizes, dtypes, batch, optimizer, schedule, clipping and loss scale of an engine."""
     policy, config = engine.policy, engine.config
     rows = {
-        "ZeRO stage": f"{policy.stage} on {policy.world} rank(s) of {engine.device.type}",
+        "ZeRO stage": f"{policy.stage} on {policy.world} rank(s) of {engine.device.type}"
+        + (f": {policy.axes}" if policy.axes else ""),
         "parameters": f"{engine.layout.numel:,} in {len(engine.layout.buckets)} buckets, "
         f"{engine.layout.padding:,} elements of padding",
         "dtypes": _dtypes(engine),

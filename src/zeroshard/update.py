@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 from zeroshard.comm import ballot, unanimous
 from zeroshard.errors import NonFiniteError, ScheduleError, StateError
 from zeroshard.finite import FiniteProbe
-from zeroshard.gradients import ShardSlice
+from zeroshard.gradients import GradientBuffer
 from zeroshard.loss_scale import LossScale
 from zeroshard.states import States
+from zeroshard.tiles import Tiles
 from zeroshard.trace import Action, Kind, digest
 
 __all__ = ["PATIENCE", "StepResult", "Update"]
@@ -77,10 +78,12 @@ class Update:
         loss_scale: LossScale,
         probe: FiniteProbe,
         names: Sequence[str],
+        tiles: Tiles,
     ) -> None:
         """`skips`: gradients that are not finite skip the step. `tolerates_unused`: parameters without any are
         left alone. `names`: parameters in order of definition."""
         self.loss_scale = loss_scale
+        self.tiles = tiles
         self.attempted = 0
         """Optimizer steps, applied or skipped."""
         self.skipped = 0
@@ -96,12 +99,21 @@ class Update:
         self._states, self._executor, self._probe = states, states.executor, probe
         self._world, self._rank = states.world, states.rank
         self._buffers, self._gradients = states.buffers, states.gradients
-        self._trained = [gradient for gradient in states.gradients if gradient is not None]
+        self._trained: list[GradientBuffer] = []
         self._place = {name: index for index, name in enumerate(names)}
         self._in_a_row = 0
-        self._open_window()
+        self.backwards = self._dropped = 0
+        self._tokens, self._weighted = 0.0, 0
+        self.take_in()
         if loss_scale.at_minimum:
             probe.arm()
+
+    def take_in(self) -> None:
+        """There are buckets that train from here on, also in the middle of a window."""
+        for gradient in self._gradients:
+            if gradient is not None and gradient not in self._trained:
+                gradient.scale = self.loss_scale.value
+        self._trained = [gradient for gradient in self._gradients if gradient is not None]
 
     # ---- before -------------------------------------------------------------------------------------
 
@@ -117,7 +129,7 @@ class Update:
                 "torch's GradScaler drives this step, and would decide on each rank alone whether to skip it. "
                 'Remove it: "fp16" or "torch_autocast" in the config brings a loss scale for all ranks.'
             )
-        self._check_nothing_ignored(optimizer)
+        self._check_nothing_ignored()
         for buffer in self._buffers:
             if buffer.layout.resident and buffer.edited():
                 buffer.write_back()
@@ -149,9 +161,7 @@ class Update:
             )
         coefficient = _coefficient(norm, self._clipping) if norm is not None and finite else 1.0
         weight = self._world / agreed.tokens if agreed.tokens else 1.0
-        for gradient in self._trained:
-            gradient.promote(coefficient * weight)
-            gradient.updating = True
+        self.tiles.open(optimizer, self._trained, coefficient * weight)
         self.last = StepResult(norm, coefficient, loss_scale=scale)
         self._in_a_row = 0
         self.loss_scale.update(overflow=False)
@@ -160,8 +170,8 @@ class Update:
         else:
             self._probe.disarm()
 
-    def _check_nothing_ignored(self, optimizer: Optimizer) -> None:
-        """What the update would silently leave out: a `.grad` set by hand, a parameter of a new group."""
+    def _check_nothing_ignored(self) -> None:
+        """What the update would silently leave out: a `.grad` set by hand."""
         with torch._C.DisableTorchFunctionSubclass():  # the guard would answer the same, at a price
             stray = [
                 slot.name
@@ -172,17 +182,9 @@ class Update:
         if stray:
             raise StateError(
                 f"parameter {stray[0]!r} has a .grad that the engine did not collect, and the step would "
-                f"ignore it: it was assigned by hand, or the parameter was frozen when `initialize` saw it "
-                f"and trains now. Gradients must come from backward(); of what is to be unfrozen later, set "
-                f"requires_grad to False only after `initialize`."
+                f"ignore it: it was assigned by hand, or requires_grad was set after the forward began. "
+                f"Gradients must come from backward(); freeze and unfreeze between two steps."
             )
-        for number, group in enumerate(optimizer.param_groups):
-            if not all(isinstance(parameter, ShardSlice) for parameter in group["params"]):
-                raise StateError(
-                    f"the optimizer's group {number} got parameters after `initialize`, which the step would "
-                    f"ignore. Give the optimizer all its groups before `initialize`; a group of lr 0 may "
-                    f"wait its turn."
-                )
 
     def _agree(self) -> _Agreed:
         """One small sum over all ranks."""
@@ -192,8 +194,8 @@ class Update:
         votes = ballot([self._executor.gather_digest, order_digest])
         flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
         counted = float(self.backwards - self._dropped)
-        late = float(self._executor.reduces.has_late)
-        head = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), late]
+        in_time = float(not self._executor.reduces.has_late)
+        head = [0.0, self._tokens, float(self._weighted), counted, float(self.backwards), in_time]
         numbers = [*head, *votes, *flags]
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._states.device)
         if self._needs_norm:
@@ -211,8 +213,8 @@ class Update:
             )
         if same_order:
             self._executor.reduces.order = order
-        squares, tokens, weighted, counted, backwards, late = sums[: len(head)]
-        if late:
+        squares, tokens, weighted, counted, backwards, in_time = sums[: len(head)]
+        if in_time < self._world:
             self._executor.reduces.flush_late()
             return self._agree()
         self._adopt_flags(sums[start:])
@@ -332,6 +334,7 @@ class Update:
 
     def after(self) -> None:
         """The optimizer has updated the masters."""
+        self.tiles.close()
         for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
             # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
             if gradient is not None and gradient.had:
@@ -357,8 +360,21 @@ class Update:
         self._tokens, self._weighted = 0.0, 0
         self._dropped = self.backwards
 
+    def counters(self) -> dict[str, int]:
+        """What is saved of it, besides the loss scale."""
+        return {
+            "global_steps": self.attempted,
+            "skipped_steps": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+        }
+
+    def set_counters(self, saved: Mapping[str, Any]) -> None:
+        self.attempted, self.skipped = saved["global_steps"], saved["skipped_steps"]
+        self._in_a_row = saved.get("skipped_in_a_row", 0)
+
     def close(self) -> None:
         self._probe.disarm()
+        self.tiles.close()
         self._trained.clear()
 
     def _open_window(self) -> None:

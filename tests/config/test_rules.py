@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zeroshard.config import parse, require_supported
-from zeroshard.config.keys import TABLE
+from zeroshard.config.keys import TABLE, tree_fields
+from zeroshard.config.section import literals
 from zeroshard.errors import ConfigError, NotYetError, UnknownKeyError
 
 DATA = Path(__file__).parent / "data" / "configs"
@@ -64,6 +65,7 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "buffer_count": 9}}},
         {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
         {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"zero_optimization": {"zero_hpz_partition_size": 0, "mics_shard_size": 0}},
         {"sequence_parallel_size": 1},
         {"aio": {"block_size": 4096}},
         {"comet": {"enabled": False, "project": "runs"}},
@@ -71,7 +73,13 @@ def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
         {"elasticity": {"enabled": False}},
         {"amp": {"enabled": False, "opt_level": "O1"}},
         {"compression_training": {}},
-        {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
+        {
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "cpu_checkpointing": True,
+                "profile": True,
+            }
+        },
         {"timers": {"throughput": {"enabled": False}}},
         {"wall_clock_breakdown": False, "steps_per_print": 10},
         {"optimizer": {"type": "AdamW", "params": {"bias_correction": True, "torch_adam": True}}},
@@ -101,13 +109,9 @@ def test_neutral_values_ask_for_nothing(config: dict[str, Any]) -> None:
 NOT_YET = {
     "fp16.fp16_master_weights_and_grads": True,
     "disable_python_gc": True,
-    "activation_checkpointing.cpu_checkpointing": True,
-    "checkpoint.load_universal": True,
-    "checkpoint.writer": {},
+    "checkpoint.use_node_local_storage": True,
     "zero_optimization.zenflow": {},
-    "zero_optimization.zero_hpz_partition_size": 2,
     "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.mics_shard_size": 2,
     "comet.enabled": True,
     "flops_profiler.enabled": True,
     "comms_logger.enabled": True,
@@ -211,12 +215,13 @@ NO_EFFECT = [key for key in TABLE if key.status.kind == "no effect" and not key.
 
 @pytest.mark.parametrize("key", NO_EFFECT, ids=lambda key: key.path)
 def test_each_key_without_effect_is_one_note_with_the_reason(key: Any) -> None:
-    tree = parse({})
-    default: Any = tree
-    for part in key.path.split("."):
-        default = getattr(default, part)
-    if default is None:
-        value: Any = False if key.path.endswith("overlap_comm") else 30522
+    field = tree_fields()[key.path]
+    default = field.get_default(call_default_factory=True)
+    words = [word for word in literals(field.annotation) if word != default]
+    if words:
+        value: Any = words[0]
+    elif default is None:
+        value = False if key.path.endswith("overlap_comm") else 30522
     else:
         value = other_value(default)
     config = nested(key.path, value)
@@ -265,6 +270,18 @@ def test_no_effect_parameters_of_the_optimizer() -> None:
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             ("offload_optimizer.device", "stage 1"),
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "mics_shard_size": 4}},
+            (
+                "zero_optimization.mics_shard_size = 4",
+                "needs zero_optimization.stage 1 or more",
+                "set stage to 1",
+            ),
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}},
+            ("zero_optimization.zero_hpz_partition_size = 8", "the stage is 2", "set stage to 3"),
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},

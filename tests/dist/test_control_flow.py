@@ -449,3 +449,47 @@ def test_close_leaves_a_plain_model(ranks2: RankPool, stage: int) -> None:
         assert error <= 1e-6
         assert hooks == 0
         assert private == 0
+
+
+class Borrowing(Routed):
+    """Uses the first block's weight once more, right after the block and again at the end."""
+
+    def forward(self, x: Tensor, route: tuple[int, ...], fail: bool = False) -> Tensor:
+        x = self.blocks[0](x)
+        x = x + torch.tanh(torch.nn.functional.linear(torch.tanh(x), self.blocks[0].up.weight)) @ self.mix
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x) + torch.nn.functional.linear(x, self.blocks[0].up.weight).mean()
+
+    mix = torch.linspace(-1, 1, 30).view(5, 6)
+
+
+def borrowing(rank: int, world: int, reuse: int) -> tuple[float, int, int]:
+    torch.manual_seed(0)
+    reference = Borrowing()
+    model = copy.deepcopy(reference)
+    engine, _, _, _ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"gradient_clipping": 0, "zero_optimization": {**STAGE3, "stage3_max_reuse_distance": reuse}},
+    )
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        gathers = 0
+
+        def count(action: Action) -> None:
+            nonlocal gathers
+            gathers += action.kind is Kind.GATHER
+
+        engine.executor.on_action = count
+        train(engine, reference, expected, rank, world, step, ())
+    return finish(engine, model, reference), engine.executor.divergences, gathers
+
+
+@pytest.mark.parametrize("reuse", [0, 10**9])
+def test_a_kept_weight_that_its_parent_uses(ranks2: RankPool, reuse: int) -> None:
+    """Kept from one use to the next, it is not used behind the schedule's back."""
+    for error, divergences, gathers in ranks2.run(borrowing, reuse):
+        assert error <= 1e-6
+        assert divergences == 0
+        assert gathers <= (12 if not reuse else 5)

@@ -99,6 +99,9 @@ def test_bytes_equal_the_formula_plus_padding(
         assert measured["parameters"] == result["counted"]["parameters"]
         assert result["counted"]["full buffers"] == (0 if stage == 3 else padded["parameters"])
         assert measured["gathered peak"] <= (predicted["gathered peak"] or 0)
+        assert measured["update peak"] == predicted["update peak"] == measured["gradients"] * (
+            2 if stage >= 2 else 2 / world if stage else 2
+        )
         exact = formula(stage, parameters, world)["parameters"]
         assert result["padding bytes"] == pytest.approx(padded["parameters"] - exact, abs=len(results) * 8)
     states = sum(result["measured"]["optimizer state"] for result in results)
@@ -123,7 +126,7 @@ def test_a_model_of_7_5_billion_on_64_ranks(stage: int, gigabytes: float) -> Non
             engine.step()
         measured = dict(engine.measured_memory().rows())
         predicted = dict(engine.predicted_memory().rows())
-    states = sum(bytes_ or 0 for name, bytes_ in measured.items() if name != "gathered peak")
+    states = sum(bytes_ or 0 for name, bytes_ in measured.items() if not name.endswith("peak"))
     assert round(states / 1e9, 1) == gigabytes
     for category, expected in formula(stage, engine.layout.numel, world).items():
         assert measured[category] == pytest.approx(expected, rel=1e-3)  # padding
@@ -158,3 +161,76 @@ def test_one_layer_at_a_time_is_gathered(ranks2: RankPool) -> None:
     for found in ranks2.run(peaks):
         for measured, predicted in found:
             assert measured == predicted <= one_layer + 256
+
+
+def tiled(rank: int, world: int, kind: str, limit: int) -> dict[str, Any]:
+    """Weights, what the optimizer saw and the peak of a few steps under a limit of `sub_group_size`."""
+    torch.manual_seed(0)
+    model = Stack(6, 5, 3)
+    groups = [{"params": [*model.blocks[0].parameters()], "lr": 1e-2}, {"params": [*model.blocks[1:].parameters()]}]
+    made = getattr(torch.optim, kind)(groups, lr=1e-3, **({} if kind == "SGD" else {"foreach": True}))
+    zero = {**config(3)["zero_optimization"], "sub_group_size": limit}
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model=model, optimizer=made, config={"bf16": {"enabled": True}, "zero_optimization": zero}
+    )
+    listed, calls = optimizer.param_groups, []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(3):
+        engine.backward(engine(features(step, 0, rank)))
+        engine.step()
+        scheduler.step()
+        calls.append(optimizer.param_groups is listed and len(listed) == 2)
+    result = {
+        "weights": [engine.full_fp32(p) for p in model.parameters()],
+        "owned": [part.numel() for group in listed for part in group["params"]],
+        "whole again": calls,
+        "peak": dict(engine.measured_memory().rows())["update peak"],
+        "predicted": dict(engine.predicted_memory().rows())["update peak"],
+    }
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_sub_group_size_bounds_what_the_optimizer_takes_at_once(ranks2: RankPool, kind: str) -> None:
+    """To the same bits: the update of a parameter does not see the others."""
+    whole = ranks2.run(tiled, kind, 1_000_000_000)
+    for limit in (1, 50):
+        for expected, found in zip(whole, ranks2.run(tiled, kind, limit), strict=True):
+            assert all(map(torch.equal, found["weights"], expected["weights"]))
+            assert found["whole again"] == [True] * 3
+            largest = max(found["owned"])
+            assert 0 < found["peak"] <= 4 * (limit - 1 + largest)
+            assert found["peak"] <= found["predicted"] < expected["predicted"] == expected["peak"]
+
+
+def hooked(rank: int, world: int, limit: int) -> tuple[int, list[Tensor]]:
+    """A hook of the user's on the step sees the groups and edits gradients: nothing is cut then."""
+    torch.manual_seed(0)
+    model = Stack(6, 5, 3)
+    zero = {**config(3)["zero_optimization"], "sub_group_size": limit}
+    engine, optimizer, _, _ = zeroshard.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={"bf16": {"enabled": True}, "zero_optimization": zero},
+    )
+    seen = []
+
+    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+        seen.append(len(optimizer.param_groups))
+        for part in optimizer.param_groups[0]["params"]:
+            if part.grad is not None:
+                part.grad.mul_(torch.arange(part.grad.numel()).view(part.shape) % 2)
+
+    optimizer.register_step_pre_hook(halve)
+    engine.backward(engine(features(0, 0, rank)))
+    engine.step()
+    weights = [engine.full_fp32(p) for p in model.parameters()]
+    engine.close()
+    return seen[0], weights
+
+
+def test_step_hooks_see_whole_groups_and_their_edits_count(ranks2: RankPool) -> None:
+    for (groups, found), (_, expected) in zip(ranks2.run(hooked, 1), ranks2.run(hooked, 10**9), strict=True):
+        assert groups == 1
+        assert all(map(torch.equal, found, expected))

@@ -21,6 +21,12 @@ def test_explain_draws_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak" in out
 
 
+def test_explain_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--ranks", "8", "--mics", "4", "--hpz", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "8 ranks, 2 replicas of shard groups of 4 (MiCS), second shards in groups of 2 (hpZ)" in out
+
+
 def test_explain_of_a_resident_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--stage", "1"]) == 0
     assert "all parameters are resident" in capsys.readouterr().out
@@ -32,6 +38,11 @@ def test_explain_of_a_resident_stage(capsys: pytest.CaptureFixture[str]) -> None
         (["explain", "--stage", "4"], "--stage"),
         (["check", "--model", "huge"], "'huge' is not one of tiny, smollm2"),
         (["check", "--steps", "0"], "--steps"),
+        (["check", "--only", "hpZ"], "these rows take a multiple of 4 ranks"),
+        (
+            ["explain", "--ranks", "8", "--mics", "3"],
+            "mics_shard_size = 3: the 8 ranks of the run cannot be cut into groups of 3; choose one of 1, 2, 4, 8",
+        ),
         (
             ["check", "--only", "Adamm"],
             "no row's name contains 'Adamm'. They are precision: fp32, 1 micro-batch",
@@ -55,6 +66,10 @@ def test_the_rows_of_check(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("Adam", "AdamW", "Adagrad", "RMSprop", "Lion", "Lamb", "Adafactor", "Muon"):
         assert f"optimizer: {name}" in rows
     assert [row for row in rows if row.startswith("loop")] == [f"loop: {name}" for name in LOOPS]
+    assert [row for row in rows if row.startswith("groups")] == [
+        "groups: MiCS, shard groups of 2 (--ranks 4)",
+        "groups: hpZ, second shards in groups of 2 (--ranks 4)",
+    ]
     assert main(["check", "--list", "--only", "muon"]) == 0
     assert capsys.readouterr().out == "optimizer: Muon\n"
 

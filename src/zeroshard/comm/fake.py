@@ -17,14 +17,16 @@ class FakeCollectives:
     """`Collectives` as rank `rank` of `size` that records calls and touches no data.
 
     `calls` has (verb, numel, dtype) in launch order, numel being that of the longest tensor (`full`). It
-    works under FakeTensorMode: no tensor is read, `sum_to_host` answers `size` for each value.
+    works under FakeTensorMode: no tensor is read, `sum_to_host` answers for each value as if it were 1 on all
+    ranks: `size`, or `world` where this group is the last of several that sum one after the other.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, world: int | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}: 0 <= rank < size")
         self._rank = rank
         self._size = size
+        self._world = size if world is None else world
         self.calls: list[tuple[str, int, torch.dtype]] = []
 
     @property
@@ -56,7 +58,7 @@ class FakeCollectives:
 
     def sum_to_host(self, values: Tensor) -> list[float]:
         self.calls.append(("sum_to_host", values.numel(), values.dtype))
-        return [float(self._size)] * values.numel()
+        return [float(self._world)] * values.numel()
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from zeroshard.config.status import Key, alias, keys, not_yet, refused
+from zeroshard.config.status import Key, alias, keys, no_effect, not_yet, refused, used
 
 __all__ = ["LATER_KEYS"]
 
-CHECKPOINTS = not_yet("checkpoints")
 TENSOR = not_yet("tensor parallelism")
 REMOVED = refused("it is out of scope (removed in DeepSpeed 0.19.8 too)")
 OUT_OF_SCOPE = refused("it is out of scope")
@@ -26,41 +25,96 @@ LATER_KEYS: tuple[Key, ...] = (
     *keys(
         "activation_checkpointing",
         "A",
-        not_yet("activation checkpointing; until then use torch.utils.checkpoint"),
+        no_effect("saved activations are cut over model-parallel ranks only, and there are none"),
         partition_activations="Shard saved activations across model-parallel ranks.",
-        cpu_checkpointing="Move saved activations to host memory.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        no_effect(
+            "torch's allocator uses the memory of saved activations again, in blocks of the same sizes"
+        ),
         contiguous_memory_optimization="Pack saved activation shards into preallocated buffers.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        no_effect("nothing is allocated ahead for activations, so their number need not be known"),
         number_checkpoints="Number of checkpointed layers.",
+    ),
+    *keys(
+        "activation_checkpointing",
+        "A",
+        used("checkpointing.checkpoint"),
+        cpu_checkpointing="Move saved activations to host memory.",
         synchronize_checkpoint_boundary="Device synchronise at checkpoint start and end.",
         profile="Log forward and backward time per checkpoint call.",
     ),
     *keys(
         "checkpoint",
         "A",
-        CHECKPOINTS,
+        used("checkpoint.saving.Saver.save"),
         tag_validation="Reaction when ranks pass different tags.",
+    ),
+    *keys(
+        "checkpoint",
+        "A",
+        no_effect("the layout of a directory is recognised"),
         load_universal="Load universal format and the latest_universal pointer.",
+    ),
+    *keys(
+        "checkpoint",
+        "A",
+        not_yet("checkpoints on disks that ranks do not share"),
         use_node_local_storage="Use local rank as writer so each node saves its own copy.",
     ),
-    *keys("checkpoint", "B", CHECKPOINTS, checkpoint_serialization="Use zip serialisation in torch.save."),
+    *keys(
+        "checkpoint",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        keep_last="Checkpoints of the newest steps to keep (0: all). Not in DeepSpeed.",
+        keep_every="Besides those, keep checkpoints of every N-th step (0: none). Not in DeepSpeed.",
+    ),
+    *keys(
+        "checkpoint",
+        "B",
+        no_effect("tensors are written as safetensors, never with torch.save"),
+        checkpoint_serialization="Use zip serialisation in torch.save.",
+    ),
     *keys(
         "checkpoint.parallel_write",
         "B",
-        CHECKPOINTS,
+        no_effect("every rank always writes its own part"),
         pipeline_stage="Spread pipeline layer files over data-parallel ranks.",
     ),
-    *keys("checkpoint", "B", CHECKPOINTS, writer="The presence of this section chooses the fast writer."),
+    *keys(
+        "checkpoint",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        writer="The presence of this section chooses the fast writer.",
+    ),
     *keys(
         "checkpoint.writer",
         "B",
-        CHECKPOINTS,
+        no_effect("every rank writes one file, from the tensors' own memory, and every save logs its speed"),
         type="Checkpoint writer implementation.",
         io_buffer_size="Pinned buffer bytes.",
         io_buffer_double="Double buffering.",
         io_multiplier="Files per writer multiplier.",
         show_statistics="Print writer statistics.",
         data_parallel="Which ranks share writing.",
-        decoupled="Write asynchronously in another process, commit at next boundary.",
+    ),
+    *keys(
+        "checkpoint.writer",
+        "B",
+        used("checkpoint.saving.Saver.save"),
+        decoupled="Write while training goes on.",
+    ),
+    Key(
+        path="checkpoint.async",  # no name for a keyword argument
+        tier="B",
+        status=alias("checkpoint.writer.decoupled"),
+        meaning="Write while training goes on. Not in DeepSpeed.",
     ),
     *keys(
         "pipeline",

@@ -22,6 +22,7 @@ def combination_findings(config: Config) -> Iterator[Finding]:
     """What single values do not show: keys that exclude or need one another."""
     yield from _precision(config)
     yield from _offload(config)
+    yield from _groups(config)
     yield from _parameters(config, "optimizer")
     yield from _amsgrad(config)
     yield from _parameters(config, "scheduler")
@@ -114,6 +115,21 @@ def _offload(config: Config) -> Iterator[Finding]:
         if device == "nvme" and path is None:
             rule = f"needs zero_optimization.{name}.nvme_path"
             yield Finding(path=key, value=device, rule=rule, cure="name a directory on the NVMe drive")
+
+
+def _groups(config: Config) -> Iterator[Finding]:
+    zero = config.zero_optimization
+    for name, size, least in (
+        ("mics_shard_size", zero.mics_shard_size, 1),
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size - 1, 3),
+    ):
+        if size > 0 and zero.stage < least:
+            yield Finding(
+                path=f"zero_optimization.{name}",
+                value=getattr(zero, name),
+                rule=f"needs zero_optimization.stage {least} or more, and the stage is {zero.stage}",
+                cure=f"set stage to {least}, or remove {name}",
+            )
 
 
 def _parameters(config: Config, section: str) -> Iterator[Finding]:

@@ -55,7 +55,7 @@ class Aio(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`."""
+    """`activation_checkpointing`: how `zeroshard.checkpointing.checkpoint` works."""
 
     partition_activations: Bool = False
     cpu_checkpointing: Bool = False
@@ -154,6 +154,8 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite)
     checkpoint_serialization: Bool = True
     writer: Writer | None = None
+    keep_last: NonNegativeInt = 0
+    keep_every: NonNegativeInt = 0
 
 
 class Nebula(Section):

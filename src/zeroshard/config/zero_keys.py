@@ -64,7 +64,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        not_yet("checkpoints"),
+        no_effect("masters are saved in fp32 and restored exactly"),
         load_from_fp32_weights="On load, restore masters from saved fp32 rather than 16-bit weights.",
     ),
     *keys(
@@ -76,8 +76,8 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        no_effect("the optimizer steps over whole bucket shards, without tiles"),
-        sub_group_size="Partitioned elements per optimizer tile in stage 3.",
+        used("tiles.Tiles"),
+        sub_group_size="Elements of a rank's shards that the optimizer works on at once.",
     ),
     *keys(
         "zero_optimization",
@@ -131,7 +131,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("leaf modules found by their granularity; until then name them in leaf_module"),
+        used("leaves.leaves_by_granularity"),
         stage3_module_granularity_threshold="Treat modules with few elements per submodule as fetch leaves.",
     ),
     *keys(
@@ -149,7 +149,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("checkpoints"),
+        no_effect("each rank reads its own part only"),
         pipeline_loading_checkpoint="Load stage-3 checkpoints rank after rank to limit host memory.",
     ),
     *keys(
@@ -257,8 +257,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("ZeRO++: a secondary copy of the parameters (hpZ)"),
-        neutral=(0,),
+        used("policy.Policy.of_stage, buffers.FlatBuffer"),
         zero_hpz_partition_size="Ranks sharing a secondary parameter copy (hpZ).",
     ),
     *keys(
@@ -280,14 +279,13 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "B",
-        not_yet("MiCS shard groups"),
-        neutral=(0,),
+        used("policy.Policy.of_stage, initialization.open_groups"),
         mics_shard_size="Ranks per MiCS shard group.",
     ),
     *keys(
         "zero_optimization",
         "B",
-        not_yet("MiCS shard groups"),
+        no_effect("the backend of a shard group chooses the path of its gathers"),
         mics_hierarchical_params_gather="Two-level inter/intra node gather.",
     ),
     *keys(

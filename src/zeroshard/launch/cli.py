@@ -97,14 +97,19 @@ def config(
 
 
 class _Elsewhere(NamedTuple):
-    """A command whose `main(arguments) -> exit status` lives in another wing."""
+    """A command that lives in another wing: `main(arguments) -> exit status` of a module, or what is named."""
 
-    module: str
+    home: str
     help: str
 
 
 # Named, not imported: wings do not import each other, and the command that is not run costs nothing.
 ELSEWHERE = {
+    "inspect": _Elsewhere("zeroshard.checkpoint.commands:inspect", "List what is in a checkpoint."),
+    "verify": _Elsewhere(
+        "zeroshard.checkpoint.commands:verify", "Read all of a checkpoint; compare checksums."
+    ),
+    "export": _Elsewhere("zeroshard.checkpoint.commands:export", "Write weights for other programs."),
     "check": _Elsewhere("zeroshard.planner.check", "Train a model here and in plain PyTorch; compare."),
     "explain": _Elsewhere("zeroshard.planner.explain", "Show the planned schedule as a time line."),
 }
@@ -112,7 +117,8 @@ ELSEWHERE = {
 
 def _add_elsewhere(name: str, command: _Elsewhere) -> None:
     def forward(context: typer.Context) -> int:
-        status: int = importlib.import_module(command.module).main(context.args)
+        module, _, name = command.home.partition(":")
+        status: int = getattr(importlib.import_module(module), name or "main")(context.args)
         return status
 
     # The other wing parses its own options, `--help` included.

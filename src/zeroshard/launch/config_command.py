@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zeroshard import config
+from zeroshard.console import show_table
 
 __all__ = ["explain_file", "list_keys"]
 
 
 def list_keys() -> None:
     """Print every config key: name, type, default, what uses it, meaning."""
-    _show(("key", "type", "default", "tier", "here", "meaning"), config.render_keys())
+    show_table(("key", "type", "default", "tier", "here", "meaning"), config.render_keys())
 
 
 def explain_file(file: Path) -> None:
@@ -24,22 +24,7 @@ def explain_file(file: Path) -> None:
     """
     parsed = config.parse(file)
     rows = ((given.path, str(given.value), given.status) for given in config.explain_config(parsed))
-    _show(("key", "value", "here"), rows)
+    show_table(("key", "value", "here"), rows)
     for note in parsed.notes:
         print(f"zeroshard: {note}", file=sys.stderr)
     config.require_supported(parsed)
-
-
-def _show(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table in a terminal; lines with tabs where another program reads."""
-    if not sys.stdout.isatty():
-        for row in rows:
-            print("\t".join(row))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)

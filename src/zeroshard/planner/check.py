@@ -49,6 +49,11 @@ class Row(NamedTuple):
     steps: int
     config: Mapping[str, Any]
     loop: str = "managed"
+    zero: Mapping[str, Any] = {}
+    """Of `zero_optimization`, besides the stage."""
+    stages: Sequence[int] = STAGES
+    ranks: int = 1
+    """It takes a multiple of so many."""
 
     @property
     def title(self) -> str:
@@ -113,6 +118,12 @@ def tiny_rows() -> tuple[Row, ...]:
     for name in LOOPS:
         config = {"optimizer": ADAMW, "gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
         rows.append(Row("loop", name, 2, config, name))
+    window = {"optimizer": ADAMW, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+    for name, zero, stages in (
+        ("MiCS, shard groups of 2", {"mics_shard_size": 2}, (1, 2, 3)),
+        ("hpZ, second shards in groups of 2", {"zero_hpz_partition_size": 2}, (3,)),
+    ):
+        rows.append(Row("groups", name, 3, window, zero=zero, stages=stages, ranks=4))
     return tuple(rows)
 
 
@@ -179,8 +190,14 @@ def check(
     console = Console(highlight=False, soft_wrap=True)
     if list_rows:
         for row in rows:
-            console.print(row.title)
+            console.print(row.title + (f" (--ranks {row.ranks})" if row.ranks > 1 else ""))
         return 0
+    left_out = [row for row in rows if ranks % row.ranks]
+    rows = tuple(row for row in rows if row not in left_out)
+    if not rows:
+        raise typer.BadParameter(
+            f"these rows take a multiple of {left_out[0].ranks} ranks", param_hint="--ranks"
+        )
     if model == "smollm2":
         smollm2_folder()  # missing: said at once, not by every worker
     console.print(
@@ -198,6 +215,8 @@ def check(
         if not failed
         else f"[red]{failed} {'run differs' if failed == 1 else 'runs differ'}[/]"
     )
+    if left_out:
+        console.print(f"left out, with {ranks} ranks: " + "; ".join(row.title for row in left_out))
     return 1 if failed else 0
 
 
@@ -213,10 +232,13 @@ def _run(subject: Subject, row: Row, steps: int, pool: RankPool, console: Consol
     """One line of the table, stage by stage; how many of them differ."""
     failed = 0
     for stage in STAGES:
+        if stage not in row.stages:
+            console.print(f"{'-':>10}", end="")
+            continue
         difference = measure_parity(
             subject.build,
             subject.batch,
-            {**row.config, **_at(stage)},
+            {**row.config, **_at(stage, row.zero)},
             steps=steps,
             pool=pool,
             timeout=subject.timeout,
@@ -229,7 +251,7 @@ def _run(subject: Subject, row: Row, steps: int, pool: RankPool, console: Consol
     return failed
 
 
-def _at(stage: int) -> dict[str, Any]:
+def _at(stage: int, zero: Mapping[str, Any]) -> dict[str, Any]:
     return {
         # Then 16 bit is compared to the last bits too: rounding on the wire would hide an error of its size.
         "communication_data_type": "fp32",
@@ -238,5 +260,6 @@ def _at(stage: int) -> dict[str, Any]:
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
+            **zero,
         },
     }

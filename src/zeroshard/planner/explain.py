@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroshard.assembly import build_engine
+from zeroshard.assembly import build_engine, policy_of
 from zeroshard.comm import FakeCollectives
 from zeroshard.config import parse, resolve_batch
 from zeroshard.engine import Engine
@@ -41,6 +41,8 @@ def explain(
     prefetch: Annotated[int, typer.Option(min=0, help="stage3_prefetch_bucket_size.")] = 50_000,
     max_live: Annotated[int, typer.Option(min=0, help="stage3_max_live_parameters.")] = 1_000_000_000,
     reuse: Annotated[int, typer.Option(min=0, help="stage3_max_reuse_distance.")] = 0,
+    mics: Annotated[int, typer.Option(min=-1, help="mics_shard_size.")] = -1,
+    hpz: Annotated[int, typer.Option(min=0, help="zero_hpz_partition_size.")] = 1,
 ) -> int:
     """Plan two steps of the tiny model and print the schedule of the second."""
     zero = {
@@ -49,6 +51,8 @@ def explain(
         "stage3_prefetch_bucket_size": prefetch,
         "stage3_max_live_parameters": max_live,
         "stage3_max_reuse_distance": reuse,
+        "mics_shard_size": mics,
+        "zero_hpz_partition_size": hpz,
     }
     console = Console(highlight=False, soft_wrap=True)
     with planned_engine(zero, ranks) as engine:
@@ -77,10 +81,13 @@ def planned_engine(zero: dict[str, Any], ranks: int) -> Iterator[Engine]:
     }
     batch = resolve_batch(None, 4, None, ranks, "--ranks")
     with FakeTensorMode():
-        sharded = FakeCollectives(0, ranks if zero["stage"] else 1)
-        replicate = FakeCollectives(0, 1 if zero["stage"] else ranks)
-        groups = Groups(gather=sharded, reduce=sharded, replicate=replicate)
-        engine = build_engine(tiny(), parse(raw), batch, groups, torch.device("cpu"))
+        config = parse(raw)
+        policy = policy_of(config, batch, ranks)
+        sharded = FakeCollectives(0, policy.shard_size)
+        second = FakeCollectives(0, policy.secondary_size) if policy.secondary_size > 1 else None
+        replicate = FakeCollectives(0, policy.replicate_size, ranks)
+        groups = Groups(gather=sharded, reduce=sharded, replicate=replicate, secondary=second)
+        engine = build_engine(tiny(), config, batch, groups, torch.device("cpu"))
         for step in range(2):
             engine.backward(engine(torch.empty_like(tiny_batch(step, 0, 0))))
             engine.step()
@@ -88,9 +95,9 @@ def planned_engine(zero: dict[str, Any], ranks: int) -> Iterator[Engine]:
 
 
 def _print_buckets(console: Console, engine: Engine) -> None:
-    table = Table(
-        title=f"ZeRO stage {engine.policy.stage} on {engine.policy.world} ranks", title_justify="left"
-    )
+    policy = engine.policy
+    axes = f", {policy.axes}" if policy.axes else ""
+    table = Table(title=f"ZeRO stage {policy.stage} on {policy.world} ranks{axes}", title_justify="left")
     for heading in ("bucket", "holds", "parameters", "elements", "per rank", "kind"):
         table.add_column(heading, justify="left" if heading in ("holds", "kind") else "right")
     for bucket in engine.layout.buckets:

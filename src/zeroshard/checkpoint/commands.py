@@ -1,0 +1,133 @@
+"""`zeroshard inspect`, `verify` and `export`: a checkpoint without ranks and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from zeroshard.checkpoint.export import FORMATS, parse_size
+from zeroshard.checkpoint.export import export as export_weights
+from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.console import show_table
+from zeroshard.precision import dtype_name
+
+__all__ = ["export", "inspect", "verify"]
+
+_Checkpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint, or the directory of checkpoints: then what `latest` names.")
+]
+_Tag = Annotated[str | None, typer.Option(help="Which checkpoint of the directory.")]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
+
+
+def _run(command: Callable[..., None], name: str, arguments: Sequence[str]) -> int:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    status = app(list(arguments), prog_name=f"zeroshard {name}", standalone_mode=False)
+    return status if isinstance(status, int) else 0
+
+
+def inspect(arguments: Sequence[str]) -> int:
+    """The command line of `zeroshard inspect`."""
+    return _run(_inspect, "inspect", arguments)
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """The command line of `zeroshard verify`."""
+    return _run(_verify, "verify", arguments)
+
+
+def export(arguments: Sequence[str]) -> int:
+    """The command line of `zeroshard export`."""
+    return _run(_export, "export", arguments)
+
+
+def _inspect(
+    checkpoint: _Checkpoint,
+    tag: _Tag = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """List what is in a checkpoint: the run that wrote it, and every tensor's name, dtype, shape and size."""
+    reader = open_checkpoint(checkpoint, tag)
+    extras = reader.extras()
+    tensors = {
+        name: entry
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    rows = [
+        (name, dtype_name(entry.properties.dtype), str(tuple(entry.size)), _nbytes(entry))
+        for name, entry in tensors.items()
+    ]
+    about = {
+        "checkpoint": str(reader.directory),
+        **{key: extras[key] for key in ("step", "world_size", "zero_stage", "time", "zeroshard", "torch")},
+        "skipped_steps": extras["skipped_steps"],
+        "client_state": sorted(extras["client_state"]),
+        "tied": extras["aliases"],
+        "config": json.loads(extras["config"]),
+    }
+    if as_json:
+        listed = [dict(zip(("name", "dtype", "shape", "bytes"), row, strict=True)) for row in rows]
+        print(json.dumps({**about, "tensors": listed}, indent=2))
+        return
+    for key, value in about.items():
+        print(f"{key}\t{value if not isinstance(value, (dict, list)) else json.dumps(value)}")
+    show_table(("tensor", "dtype", "shape", "bytes"), [(*row[:3], f"{row[3]:,}") for row in rows])
+    print(f"total\t{len(rows)} tensors\t{sum(row[3] for row in rows):,} bytes")
+
+
+def _nbytes(entry: TensorStorageMetadata) -> int:
+    return math.prod(entry.size) * entry.properties.dtype.itemsize
+
+
+def _verify(checkpoint: _Checkpoint, tag: _Tag = None) -> None:
+    """Read every byte of a checkpoint and compare it with the checksums taken when it was written."""
+    reader = open_checkpoint(checkpoint, tag)
+    nbytes = reader.verify()
+    print(f"{reader.directory}: {len(reader.index.files)} files, {nbytes:,} bytes, all as they were written")
+
+
+def _export(
+    checkpoint: _Checkpoint,
+    out: Annotated[Path, typer.Argument(help="Directory to write to; made if it is not there.")],
+    tag: _Tag = None,
+    dtype: Annotated[str, typer.Option(help=f"Of the parameters: {', '.join(_DTYPES)}.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Bytes per file, and about the memory taken.")] = "5GB",
+    format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = "safetensors",
+) -> None:
+    """Write a checkpoint's weights as full tensors, for transformers, safetensors or torch.load."""
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
+    if format not in FORMATS:
+        raise typer.BadParameter(f"{format!r} is none of {', '.join(FORMATS)}", param_hint="--format")
+    try:
+        limit = parse_size(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
+    written = export_weights(
+        open_checkpoint(checkpoint, tag),
+        out,
+        dtype=_DTYPES[dtype],
+        max_shard_size=limit,
+        format=format,
+        progress=_progress,
+    )
+    names = ", ".join(file.name for file in written.files[:3]) + (", ..." if len(written.files) > 3 else "")
+    print(
+        f"{out}: {written.tensors} tensors, {written.nbytes:,} bytes in {len(written.files)} files ({names})"
+    )
+
+
+def _progress(done: int, total: int) -> Any:
+    if sys.stderr.isatty() and total:
+        end = "\n" if done == total else ""
+        print(f"\r{done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+"""Weights for other programs: full tensors under the model's names, a file at a time, without ranks or a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from zeroshard.checkpoint.files import sync_directory, write_small
+from zeroshard.checkpoint.storage import Reader
+from zeroshard.checkpoint.views import PieceLoadPlanner
+
+__all__ = ["FORMATS", "Export", "export", "parse_size"]
+
+FORMATS = {"safetensors": ("model", ".safetensors"), "pt": ("pytorch_model", ".bin")}
+"""Of each format: what Hugging Face calls its files."""
+
+_SIZES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int
+
+
+def parse_size(text: str) -> int:
+    """`"5GB"` -> 5_000_000_000. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _SIZES or not float(match[1]):
+        raise ValueError(f"{text!r} is no size: write a number and KB, MB, GB, KiB, MiB or GiB, such as 5GB")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+def export(
+    reader: Reader,
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    max_shard_size: int = 5 * 10**9,
+    format: str = "safetensors",
+    progress: Callable[[int, int], None] | None = None,
+) -> Export:
+    """Write the model's weights to the directory `out`.
+
+    Args:
+        dtype: of floating-point parameters; None keeps what the checkpoint has. Buffers keep theirs.
+        max_shard_size: bytes per file, exceeded only by a tensor that is larger; also about the memory this takes.
+        format: "safetensors", or "pt" for files of `torch.save`.
+        progress: called with (bytes written, bytes in all) after each file.
+
+    Files have Hugging Face's names, with an index where there are several, and `config.json` when the model has
+    one. A tied weight is stored once, under its first name; the other name is in the file's metadata, where
+    `safetensors.torch.load_model` looks for it, and "pt" files have both.
+
+    Raises CheckpointError when the checkpoint is damaged. A file that is there already is replaced once the new one
+    is whole.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    extras = reader.extras()
+    saved = {
+        name.removeprefix("model/"): tensor
+        for name, tensor in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model/") and isinstance(tensor, TensorStorageMetadata)
+    }
+    kept = set(extras.get("buffers", ()))
+    dtypes = {
+        name: dtype
+        if dtype is not None and name not in kept and tensor.properties.dtype.is_floating_point
+        else tensor.properties.dtype
+        for name, tensor in saved.items()
+    }
+    sizes = {name: math.prod(tensor.size) * dtypes[name].itemsize for name, tensor in saved.items()}
+    parts = list(_parts(sizes, max_shard_size))
+    names = _file_names(format, len(parts))
+    aliases = {alias: name for alias, name in extras.get("aliases", {}).items() if name in saved}
+    done, total = 0, sum(sizes.values())
+    for file, part in zip(names, parts, strict=True):
+        tensors = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in part}
+        _fill(reader, tensors)
+        tied = {alias: name for alias, name in aliases.items() if name in tensors}
+        _write(out / file, tensors, tied, format)
+        done += sum(sizes[name] for name in part)
+        if progress is not None:
+            progress(done, total)
+    if len(parts) > 1:
+        place = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        _write_index(out, format, place, aliases, total)
+    _remove_others(out, format, names)
+    if extras.get("model_config"):
+        write_small(out / "config.json", extras["model_config"].encode())
+    sync_directory(out)
+    return Export(tuple(out / file for file in names), len(saved), total)
+
+
+def _parts(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in order, cut so that each part has at most `limit` bytes or one tensor. At least one part."""
+    part: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if part and held + size > limit:
+            yield part
+            part, held = [], 0
+        part.append(name)
+        held += size
+    yield part
+
+
+def _file_names(format: str, count: int) -> list[str]:
+    stem, ending = FORMATS[format]
+    if count == 1:
+        return [stem + ending]
+    return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
+
+
+def _fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+    targets: dict[str, Any] = {f"model/{name}": tensor for name, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp_load(targets, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+        except CheckpointException as failures:
+            raise next(iter(failures.failures.values()))[0] from None
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], format: str) -> None:
+    fresh = path.with_name(path.name + ".new")
+    if format == "safetensors":
+        save_file(dict(tensors), fresh, metadata={"format": "pt", **tied})
+    else:
+        torch.save({**tensors, **{alias: tensors[name] for alias, name in tied.items()}}, fresh)
+    with open(fresh, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _write_index(
+    out: Path, format: str, place: Mapping[str, str], aliases: Mapping[str, str], total: int
+) -> None:
+    stem, ending = FORMATS[format]
+    # In files of torch.save the other names of tied weights are entries like any other.
+    more = {alias: place[name] for alias, name in aliases.items()} if format == "pt" else {}
+    body = {"metadata": {"total_size": total}, "weight_map": {**place, **more}}
+    write_small(out / f"{stem}{ending}.index.json", json.dumps(body, indent=2).encode())
+
+
+def _remove_others(out: Path, format: str, names: Sequence[str]) -> None:
+    """What an earlier export left under other names: a loader would take it for a part of this one."""
+    stem, ending = FORMATS[format]
+    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(ending)}(\.index\.json)?")
+    index = {f"{stem}{ending}.index.json"} if len(names) > 1 else set()
+    for entry in out.iterdir():
+        if ours.fullmatch(entry.name) and entry.name not in {*names, *index}:
+            entry.unlink()

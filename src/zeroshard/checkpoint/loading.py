@@ -1,0 +1,168 @@
+"""Loading an engine from a checkpoint, whoever wrote it on however many ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from zeroshard.checkpoint.contents import Targets, group_options, model_names, targets_of
+from zeroshard.checkpoint.directory import Saves
+from zeroshard.checkpoint.extras import restore_extras, set_random_state
+from zeroshard.checkpoint.storage import Reader
+from zeroshard.checkpoint.together import together
+from zeroshard.checkpoint.views import PieceLoadPlanner
+from zeroshard.config.nearest import closest
+from zeroshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from zeroshard.checkpoint.methods import Checkpoints
+
+__all__ = ["load"]
+
+log = logging.getLogger("zeroshard")
+
+
+def load(
+    engine: Checkpoints,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    *,
+    strict: bool,
+    optimizer_states: bool,
+    scheduler_states: bool,
+    module_only: bool,
+) -> tuple[str | None, dict[str, Any]]:
+    """See `Engine.load_checkpoint`."""
+    states = engine._states
+    saves = Saves(directory)
+    tag = tag if tag is not None else saves.latest()
+    if together(states, "load_checkpoint", lambda: tag is None):
+        if states.rank == 0:
+            there = ", ".join(saves.tags()) or "no checkpoint either"
+            log.warning(
+                "%s has no file `latest`, and no tag was given: nothing is loaded. It has %s",
+                directory,
+                there,
+            )
+        return None, {}
+    assert tag is not None
+    optimizer = engine.optimizer if optimizer_states and not module_only else None
+
+    def open_it() -> tuple[Reader, dict[str, Any], Targets]:
+        reader = Reader(saves.find(tag))
+        extras = reader.extras()
+        _check_names(engine, reader, extras, strict)
+        return reader, extras, targets_of(states, engine.module, optimizer, reader.index.tensors)
+
+    reader, extras, targets = together(states, "load_checkpoint", open_it)
+    engine._executor.end_step()
+    engine._executor.reduces.clear()
+    engine._update.drop_window()
+    for buffer in states.buffers:
+        buffer.check_refreshable()
+        buffer.wait()
+    together(states, "load_checkpoint", lambda: _read(reader, targets))
+    for buffer in states.buffers:
+        buffer.refresh()
+    if optimizer is not None:
+        _set_optimizer(engine, targets, extras)
+    if not module_only:
+        together(states, "load_checkpoint", lambda: restore_extras(engine, extras, scheduler_states))
+        blob = f"rng/{states.rank}"
+        if blob in reader.index.blobs:
+            set_random_state(engine, torch.load(io.BytesIO(reader.blob(blob)), weights_only=True))
+    if states.rank == 0:
+        log.info(
+            "loaded %s, written at step %s on %s ranks",
+            reader.directory,
+            extras["step"],
+            extras["world_size"],
+        )
+        if targets.fresh and extras["param_groups"]:
+            log.warning(
+                "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
+                len(targets.fresh),
+                targets.fresh[0],
+            )
+    return str(reader.directory), extras["client_state"]
+
+
+def _check_names(engine: Checkpoints, reader: Reader, extras: Mapping[str, Any], strict: bool) -> None:
+    """The checkpoint is of this model, or the differences are what the caller wants."""
+    here = model_names(engine._states, engine.module)
+    there = {
+        name.removeprefix("model/"): tuple(tensor.size)
+        for name, tensor in reader.index.tensors.items()
+        if name.startswith("model/")
+    }
+    for name, shape in here.items():
+        if name in there and there[name] != shape:
+            raise CheckpointError(
+                f"{reader.directory}: {name!r} has shape {there[name]} in the checkpoint and {shape} in the model. "
+                f"Build the model that was saved."
+            )
+    frozen = {
+        slot.name
+        for buffer, gradient in zip(engine._states.buffers, engine._states.gradients, strict=True)
+        if gradient is None
+        for slot in buffer.layout.slots
+    }
+    missing = [name for name in here if name not in there]
+    if extras.get("frozen_excluded"):
+        missing = [name for name in missing if name not in frozen]
+    unexpected = [name for name in there if name not in here]
+    if (missing or unexpected) and strict:
+        near = closest(missing[0], unexpected) if missing and unexpected else None
+        raise CheckpointError(
+            f"{reader.directory} is a checkpoint of another model. "
+            + (f"It lacks {_listed(missing)} of this model. " if missing else "")
+            + (f"It has {_listed(unexpected)}, which this model does not. " if unexpected else "")
+            + (f"Was {near!r} renamed to {missing[0]!r}? " if near else "")
+            + "Build the model that was saved; load_module_strict=False loads what both have."
+        )
+    if (missing or unexpected) and engine._states.rank == 0:
+        log.warning(
+            "%s: %d tensors of the model are not in the checkpoint and stay as they are (%s); %d of the checkpoint "
+            "are not in the model (%s)",
+            reader.directory,
+            len(missing),
+            _listed(missing),
+            len(unexpected),
+            _listed(unexpected),
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
+
+
+def _read(reader: Reader, targets: Targets) -> None:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp_load(targets.tensors, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+        except CheckpointException as failures:
+            # This rank's own: `together` tells the others.
+            raise next(iter(failures.failures.values()))[0] from None
+
+
+def _set_optimizer(engine: Checkpoints, targets: Targets, extras: Mapping[str, Any]) -> None:
+    """State that was read, and each group's options from the saved group that holds its first parameter."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    optimizer.state.clear()
+    for part, key, value, is_number in targets.state:
+        optimizer.state.setdefault(part, {})[key] = value.item() if is_number else value
+    saved_of = {name: group for group in extras["param_groups"] for name in group["params"]}
+    for group, names in zip(optimizer.param_groups, group_options(engine._states, optimizer), strict=True):
+        saved: dict[str, Any] = next((saved_of[name] for name in names["params"] if name in saved_of), {})
+        group.update({key: value for key, value in saved.items() if key != "params"})

@@ -1,0 +1,153 @@
+"""What `zeroshard export`, `inspect` and `verify` make of a checkpoint, and what other programs make of that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.checkpoint.export import export, parse_size
+from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.errors import CheckpointError
+from zeroshard.launch.cli import main
+from zeroshard.testing.ranks import RankPool
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 8)
+        self.body = nn.Sequential(nn.Linear(8, 40), nn.BatchNorm1d(40), nn.Linear(40, 8))
+        self.body[0].bias.requires_grad_(False)
+        self.head = nn.Linear(8, 29, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(words)))
+
+
+def save(rank: int, world: int, where: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Tied()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    }
+    engine = zeroshard.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.arange(8)).square().mean())
+        engine.step()
+    engine.save_checkpoint(where, client_state={"epoch": 1})
+    engine.close()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    where = tmp_path_factory.mktemp("saves")
+    return where, ranks2.run(save, str(where))[0]
+
+
+Saved = tuple[Path, dict[str, Tensor]]
+
+
+def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype is value.dtype, name
+
+
+def test_one_file_that_safetensors_loads_into_a_plain_model(saved: Saved, tmp_path: Path) -> None:
+    where, weights = saved
+    assert main(["export", str(where), str(tmp_path)]) == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert "head.weight" not in found  # stored once
+    model = Tied()
+    load_model(model, tmp_path / "model.safetensors")  # strict: both names resolve
+    assert_weights(dict(model.state_dict()), weights)
+
+
+def test_many_files_of_torch_save_in_bf16(saved: Saved, tmp_path: Path) -> None:
+    where, weights = saved
+    for size in ("600", "1KB"):  # the second run has fewer files, and leaves none of the first
+        arguments = ["--dtype", "bf16", "--format", "pt", "--max-shard-size", size]
+        assert main(["export", str(where), str(tmp_path), *arguments]) == 0
+    index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
+    found: dict[str, Tensor] = {}
+    for file in set(index["weight_map"].values()):
+        assert (tmp_path / file).stat().st_size < 5000
+        found.update(torch.load(tmp_path / file, weights_only=True))
+    assert found.keys() == index["weight_map"].keys()
+    assert len(list(tmp_path.iterdir())) == len(set(index["weight_map"].values())) + 1
+    parameters = {name for name, _ in Tied().named_parameters(remove_duplicate=False)}
+    assert_weights(
+        found, {n: v.bfloat16() if n in parameters else v for n, v in weights.items()}
+    )  # buffers keep their dtype
+    model = Tied().bfloat16()
+    model.load_state_dict(found)
+
+
+def test_inspect_tells_the_run_and_every_tensor(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    where, weights = saved
+    assert main(["inspect", str(where), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["world_size"], told["zero_stage"]) == (2, 2, 3)
+    assert told["config"]["optimizer"]["type"] == "Adam"
+    assert told["tied"] == {"head.weight": "embed.weight"}
+    shapes = {row["name"]: row["shape"] for row in told["tensors"]}
+    for name, value in weights.items():
+        if name != "head.weight":
+            assert shapes[f"model/{name}"] == str(tuple(value.shape))
+    assert shapes["optimizer/exp_avg/embed.weight"] == "(29, 8)"
+    assert main(["inspect", str(where / "global_step2")]) == 0
+    assert "model/embed.weight\tfloat32\t(29, 8)\t928" in capsys.readouterr().out
+
+
+def test_verify_reads_everything(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where, _ = saved
+    assert main(["verify", str(where)]) == 0
+    assert "all as they were written" in capsys.readouterr().out
+    damaged = tmp_path / "copy"
+    damaged.mkdir()
+    for entry in (where / "global_step2").iterdir():
+        data = bytearray(entry.read_bytes())
+        if entry.name == "rank_00001.safetensors":
+            data[-1] ^= 1
+        (damaged / entry.name).write_bytes(data)
+    assert main(["verify", str(damaged)]) == 1
+    assert "rank_00001.safetensors is damaged" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        export(open_checkpoint(damaged), tmp_path / "out")
+
+
+def test_bad_input(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where, _ = saved
+    out = str(tmp_path / "out")
+    cases = {
+        ("export", str(tmp_path), out): (1, "is no checkpoint (it has no index.json)"),
+        ("export", str(where), out, "--tag", "best"): (1, "has no checkpoint 'best'; it has global_step2"),
+        ("export", str(where), out, "--dtype", "fp8"): (2, "'fp8' is none of fp32, bf16, fp16, saved"),
+        ("export", str(where), out, "--format", "onnx"): (2, "'onnx' is none of safetensors, pt"),
+        ("export", str(where), out, "--max-shard-size", "5 apples"): (2, "'5 apples' is no size"),
+        ("inspect", str(tmp_path / "nowhere")): (1, "nowhere is no checkpoint"),
+        ("verify",): (2, "Missing argument"),
+    }
+    for arguments, (status, text) in cases.items():
+        assert main(list(arguments)) == status, arguments
+        assert text in capsys.readouterr().err, arguments
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("5GB", "1 MiB", "12", "2.5kb")] == [5 * 10**9, 2**20, 12, 2500]
+    for text in ("", "GB", "-1GB", "5XB", "0"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_size(text)
