@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from models import Block, Odd, features, tokens
 from pairs import attempt, config
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zeroshard
@@ -554,8 +556,8 @@ def test_conversion_of_a_model_that_exists(ranks2: RankPool) -> None:
     assert ranks2.run(convert) == [[], []]
 
 
-def in_groups(rank: int, world: int) -> list[str]:
-    """Spread over pairs of ranks; the engine is over all four."""
+def in_groups(rank: int, world: int, zero: dict[str, Any], path: str, stored: nn.Module) -> list[str]:
+    """Spread over pairs of ranks; the engine is over all four, or over pairs of its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(0)
     expected = Block(6, 5)
@@ -563,12 +565,17 @@ def in_groups(rank: int, world: int) -> list[str]:
     with zeroshard.Init(data_parallel_group=groups[rank // 2]):
         model = Block(6, 5)
     shards = {home_of(p).shards for p in model.parameters()}
-    engine, *_ = zeroshard.initialize(model=model, config=config(3))
+    engine, *_ = zeroshard.initialize(model=model, config=config(3, zero=zero))
+    with engine.gathered():
+        wrong = [name for (name, p), q in _named(model, expected) if not torch.equal(p, q)]
+    zeroshard.load_pretrained(engine, path)
     engine.close()
-    return [f"shards {shards}"] * (shards != {2}) + [
-        name for (name, p), q in _named(model, expected) if not torch.equal(p, q)
-    ]
+    wrong += [f"loaded {name}" for (name, p), q in _named(model, stored) if not torch.equal(p, q)]
+    return [f"shards {shards}"] * (shards != {2}) + wrong
 
 
-def test_groups_smaller_than_the_world(ranks4: RankPool) -> None:
-    assert ranks4.run(in_groups) == [[]] * 4
+@pytest.mark.parametrize("zero", [{}, {"mics_shard_size": 2}])
+def test_groups_smaller_than_the_world(ranks4: RankPool, tmp_path: Path, zero: dict[str, Any]) -> None:
+    stored = Block(6, 5)
+    save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    assert ranks4.run(in_groups, zero, str(tmp_path), stored) == [[]] * 4
