@@ -16,9 +16,11 @@ from zeroshard import errors
 if TYPE_CHECKING:
     from zeroshard import checkpointing, zero
     from zeroshard.config import Config
+    from zeroshard.construction import Init
     from zeroshard.data import RepeatingLoader
     from zeroshard.engine import Engine, StepResult
     from zeroshard.initialization import initialize
+    from zeroshard.loading import load_pretrained
     from zeroshard.parameters import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Engine",
+    "Init",
     "RepeatingLoader",
     "StepResult",
     "ZeroParamStatus",
@@ -46,6 +49,7 @@ __all__ = [
     "checkpointing",
     "errors",
     "initialize",
+    "load_pretrained",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -64,10 +68,12 @@ __all__ = [
 _HOME_OF = {
     "Config": ("zeroshard.config", "Config"),
     "Engine": ("zeroshard.engine", "Engine"),
+    "Init": ("zeroshard.construction", "Init"),
     "RepeatingLoader": ("zeroshard.data", "RepeatingLoader"),
     "StepResult": ("zeroshard.engine", "StepResult"),
     "ZeroParamStatus": ("zeroshard.buffers", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),
+    "load_pretrained": ("zeroshard.loading", "load_pretrained"),
     **{name: ("zeroshard.parameters", name) for name in __all__ if name.startswith("safe_")},
 }
 

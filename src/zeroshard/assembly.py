@@ -22,7 +22,7 @@ from zeroshard.executor import Executor
 from zeroshard.finite import FiniteProbe
 from zeroshard.full_state import FullState
 from zeroshard.gradients import GradientBuffer, ShardSlice, slices_of
-from zeroshard.guard import LEAF_MARK, home_of
+from zeroshard.guard import LEAF_MARK, has_engine
 from zeroshard.hooks import install
 from zeroshard.layout import Layout, ModuleSpec, plan_layout
 from zeroshard.leaves import leaves_by_granularity, unmatched_leaves
@@ -214,7 +214,7 @@ def loss_scale_of(config: Config, precision: Precision) -> LossScale:
 
 def _refuse_second_engine(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if home_of(parameter) is not None:
+        if has_engine(parameter):
             raise ModelError(
                 f"parameter {name!r} already belongs to an engine. Call close() on that engine first, or share "
                 f"one engine."

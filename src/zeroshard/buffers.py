@@ -27,8 +27,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import sharded_class
-from zeroshard.layout import ALIGNMENT_BYTES, BucketLayout
+from zeroshard.guard import fingerprint, sharded_class
+from zeroshard.layout import BucketLayout
 from zeroshard.streams import Lane
 
 __all__ = ["FlatBuffer", "Status", "Watcher"]
@@ -71,6 +71,10 @@ class _Home:
     name: str
     shape: torch.Size
     shards: int
+
+    @property
+    def access(self) -> Any:
+        return self.buffer.access
 
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
@@ -216,13 +220,8 @@ class FlatBuffer:
         return [slot.name for slot, parameter, version in pairs if parameter._version != version]
 
     def fingerprint(self) -> tuple[int, int]:
-        """Two numbers, at least one of which an edit of the gathered weights changes: their bits, added up and
-        weighted by place in two ways, so that exchanging values shows as well."""
-        rows = self.full.view(torch.int32).view(-1, ALIGNMENT_BYTES // 4)
-        place = torch.arange(1, len(rows) + 1, device=rows.device)
-        columns = torch.arange(1, rows.shape[1] + 1, device=rows.device)
-        by_row, by_column = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
-        return int((by_row * place).sum()), int((by_column * columns).sum())
+        """Changes with any edit of the gathered weights."""
+        return fingerprint(self.full)
 
     def accept_edits(self) -> None:
         """What is in `full` now counts as unedited."""

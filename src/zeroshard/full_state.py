@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.errors import StateError
-from zeroshard.guard import home_of
+from zeroshard.guard import has_engine, home_of
 from zeroshard.states import States
 from zeroshard.trace import Action, Kind
 
@@ -225,7 +225,7 @@ class StateDicts:
 
 def _buffers_of(parameters: Iterator[nn.Parameter]) -> list[FlatBuffer]:
     """The buckets that hold `parameters`, in an order that all ranks share."""
-    homes = [home for parameter in parameters if (home := home_of(parameter)) is not None]
+    homes = [home_of(parameter) for parameter in parameters if has_engine(parameter)]
     found = {home.buffer.layout.index: home.buffer for home in homes}
     return [found[index] for index in sorted(found)]
 
@@ -249,9 +249,9 @@ def _bits(value: Tensor) -> Tensor:
 def _given(module: nn.Module, state: Any, prefix: str) -> list[_Given]:
     found = []
     for name, parameter in module._parameters.items():
-        home = None if parameter is None else home_of(parameter)
-        if parameter is None or home is None:
+        if parameter is None or not has_engine(parameter):
             continue
+        home = home_of(parameter)
         value = state.get(prefix + name)
         fits = isinstance(value, Tensor) and value.shape == parameter.shape
         found.append(_Given(home.buffer, home.index, parameter, parameter._version, value if fits else None))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,7 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ShardedAccessError
 
-__all__ = ["LEAF_MARK", "Home", "ShardedParameter", "home_of", "refuse_access", "sharded_class"]
+__all__ = [
+    "LEAF_MARK",
+    "Home",
+    "ShardedParameter",
+    "fingerprint",
+    "has_engine",
+    "home_of",
+    "refuse_access",
+    "sharded_class",
+]
 
 
 LEAF_MARK = "_zeroshard_leaf"
@@ -32,11 +42,17 @@ LEAF_MARK = "_zeroshard_leaf"
 
 
 class Home(Protocol):
-    """Where a parameter lives: its place in a bucket. Kept as the one private attribute on the parameter."""
+    """Where a parameter lives. Kept as the one private attribute on the parameter."""
 
     name: str
     shape: torch.Size
     shards: int
+    access: Any
+    """Who gathers it for a `with` block: `access.gathered(parameters, modifier_rank)`."""
+
+    @property
+    def buffer(self) -> Any:
+        """The engine's buffer that it is a part of; None while it is cut and no engine has it."""
 
     def need(self, operation: str) -> None:
         """Make the weights available for `operation`, or raise ShardedAccessError."""
@@ -48,6 +64,12 @@ class Home(Protocol):
 def home_of(parameter: Tensor) -> Any:
     """The parameter's home, or None for a tensor zeroshard does not hold."""
     return parameter.__dict__.get("_zeroshard")
+
+
+def has_engine(parameter: Tensor) -> bool:
+    """Some engine holds the parameter. One that is only cut (`zeroshard.Init`) is not held."""
+    home = home_of(parameter)
+    return home is not None and home.buffer is not None
 
 
 def refuse_access(name: str, shape: Sequence[int], shards: int, operation: str) -> ShardedAccessError:
@@ -171,6 +193,22 @@ _PASSED_THROUGH = frozenset(
 )
 
 
+# Need shape, dtype and device only: made from a stand-in of the logical shape that takes no memory.
+_LIKE = frozenset(
+    {
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    }
+)
+
+
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter whose elements are spread over ranks. Never constructed: it is a class parameters take on."""
 
@@ -197,6 +235,8 @@ class ShardedParameter(nn.Parameter):
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
+        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
+            return func(_shape_of(args[0]), *args[1:], **kwargs)
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -210,6 +250,9 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
+        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+            # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
+            result = Tensor._make_subclass(type(args[0]), result)
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -228,6 +271,28 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     if kind is nn.Parameter:
         return ShardedParameter
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
+
+
+def _shape_of(parameter: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.new_empty(()).expand(home_of(parameter).shape)
+
+
+_ROW = 16
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(values: Tensor) -> tuple[int, int]:
+    """Two numbers, at least one of which an edit of the 1-D `values` changes: their bits, added up and weighted
+    by place in two ways, so that exchanging values shows as well."""
+    bits = values.view(_INTEGER[values.itemsize])
+    whole = bits.numel() // _ROW * _ROW
+    rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]
+    place = torch.arange(1, len(rows) + 1, device=rows.device)
+    columns = torch.arange(1, _ROW + 1, device=rows.device)
+    by_row, by_column = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
+    tail = (rest.to(torch.int64) * columns[: rest.numel()]).sum()
+    return int((by_row * place).sum() + tail), int((by_column * columns).sum() - tail)
 
 
 def _describe(parameter: Tensor) -> str:

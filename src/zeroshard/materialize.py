@@ -13,7 +13,8 @@ from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import Collectives
 from zeroshard.errors import ModelError
 from zeroshard.gradients import GradientBuffer
-from zeroshard.layout import BucketLayout, ModuleSpec, ParameterSpec
+from zeroshard.guard import home_of
+from zeroshard.layout import BucketLayout, ModuleSpec, ParameterSpec, Slot
 from zeroshard.policy import BYTES_OF, Policy
 from zeroshard.precision import dtype_name, dtype_of
 from zeroshard.streams import Lane
@@ -138,16 +139,20 @@ def build_buffer(
 ) -> FlatBuffer:
     """Move one bucket's weights into its buffer. Rank 0's values are everybody's from here on.
 
-    The masters are cut from the values as they were handed over, before any cast to 16 bit.
+    The masters are cut from the values as they were handed over, before any cast to 16 bit. Parameters that are
+    cut already (`zeroshard.Init`) are put together here, bucket by bucket, and nowhere else.
     """
     dtype = dtype_of(layout.dtype)
     shard_group = groups.gather
     with torch.no_grad():
         source = torch.zeros(layout.padded, dtype=_common_dtype(parameters), device=device)
-        for slot, parameter in zip(layout.slots, parameters, strict=True):
-            source[slot.offset : slot.end].view(slot.spec.shape).copy_(parameter.data)
-        groups.replicate.broadcast(source, 0)
-        shard_group.broadcast(source, 0)
+        agreed = [
+            _hand_over(parameter, slot, source, policy)
+            for slot, parameter in zip(layout.slots, parameters, strict=True)
+        ]
+        if not all(agreed):
+            groups.replicate.broadcast(source, 0)
+            shard_group.broadcast(source, 0)
         own = slice(shard_group.rank * layout.shard_numel, (shard_group.rank + 1) * layout.shard_numel)
         full, shard = _place(source, own, layout, dtype, shard_group)
         master: Tensor | None = None
@@ -163,6 +168,17 @@ def build_buffer(
         lane=lane,
         secondary=groups.secondary,
     )
+
+
+def _hand_over(parameter: nn.Parameter, slot: Slot, source: Tensor, policy: Policy) -> bool:
+    """Put a parameter's values into their place of `source`; whether they are the same on all ranks."""
+    place = source[slot.offset : slot.end]
+    cut = home_of(parameter)
+    if cut is None:
+        place.view(slot.spec.shape).copy_(parameter.data)
+        return False
+    cut.hand_over(place)
+    return bool(cut.shards == policy.world)
 
 
 def _place(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.errors import ShardedAccessError
-from zeroshard.guard import home_of
+from zeroshard.guard import has_engine, home_of
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -35,8 +35,7 @@ def _access(parameter: nn.Parameter) -> Any:
             f"a state is read and set by its parameter; got {type(parameter).__name__}. Pass the parameter itself, "
             f"such as model.head.weight, not its name or its module"
         )
-    home = home_of(parameter)
-    return None if home is None else home.buffer.access
+    return home_of(parameter).access if has_engine(parameter) else None
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

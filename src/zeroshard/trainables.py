@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.boundary import Boundary
 from zeroshard.errors import CommError, StateError
 from zeroshard.gradients import ShardSlice
-from zeroshard.guard import home_of
+from zeroshard.guard import has_engine, home_of
 from zeroshard.hooks import hook_gradient
 from zeroshard.layout import unfrozen
 from zeroshard.materialize import make_trainable
@@ -223,7 +223,7 @@ class Trainables:
         if all([*map(id, held.values())] == known for held, known in self._tree):
             return
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and home_of(parameter) is None:
+            if parameter.requires_grad and not has_engine(parameter):
                 raise StateError(
                     f"parameter {name!r} (shape {tuple(parameter.shape)}) came into the model after `initialize`, "
                     f"so the engine does not train it, and ranks would not share its gradient. Add adapters and "

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard.construction import Init
 from zeroshard.errors import ModelError, ShardedAccessError
-from zeroshard.guard import LEAF_MARK, home_of
+from zeroshard.guard import LEAF_MARK, has_engine, home_of
 
 __all__ = [
     "GatheredParameters",
+    "Init",
     "get_z3_leaf_modules",
     "register_external_parameter",
     "set_z3_leaf_module",
@@ -67,7 +69,7 @@ class GatheredParameters:
         for parameter in self._params:
             home = home_of(parameter)
             if home is not None:
-                access = home.buffer.access
+                access = home.access
                 engines.setdefault(id(access), (access, []))[1].append(parameter)
         for access, held in engines.values():
             self._stack.enter_context(access.gathered(held, self._modifier_rank))
@@ -160,7 +162,7 @@ def set_z3_leaf_modules_by_suffix(
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
     """Make one module a leaf, or no longer."""
     for parameter in module.parameters():
-        if home_of(parameter) is not None:
+        if has_engine(parameter):
             raise ModelError(
                 f"{type(module).__name__} belongs to an engine already, whose units are fixed. Choose leaves "
                 f"before `initialize`"

@@ -161,7 +161,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     *keys(
         "zero_optimization",
         "A",
-        no_effect("Module.apply is not replaced"),
+        no_effect("nothing is replaced: under zeroshard.Init what Module.apply touches is whole"),
         override_module_apply="zero.Init wraps Module.apply with gather, broadcast, partition.",
     ),
     *keys(
