@@ -193,19 +193,6 @@ _PASSED_THROUGH = frozenset(
 )
 
 
-# Need shape, dtype and device only: made from a stand-in of the logical shape that takes no memory.
-_LIKE = frozenset(
-    {
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-    }
-)
-
-
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -235,8 +222,6 @@ class ShardedParameter(nn.Parameter):
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
-        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
-            return func(_shape_of(args[0]), *args[1:], **kwargs)
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -250,7 +235,7 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
-        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+        if func is Tensor.detach and _within(_MAKES_PARAMETER):
             # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
             result = Tensor._make_subclass(type(args[0]), result)
         return result
@@ -264,6 +249,14 @@ class ShardedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+def _within(code: types.CodeType) -> bool:
+    """Whoever called `__torch_function__` is `code`; between the two are frames of `torch.compiler.disable`."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "_dynamo" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code is code
+
+
 @functools.cache
 def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     """`ShardedParameter` for parameters of class `kind` (packed weights have one of their own): what the class says
@@ -271,11 +264,6 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     if kind is nn.Parameter:
         return ShardedParameter
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
-
-
-def _shape_of(parameter: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.new_empty(()).expand(home_of(parameter).shape)
 
 
 _ROW = 16
