@@ -193,19 +193,6 @@ _PASSED_THROUGH = frozenset(
 )
 
 
-# Need shape, dtype and device only: made from a stand-in of the logical shape that takes no memory.
-_LIKE = frozenset(
-    {
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-    }
-)
-
-
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -228,9 +215,6 @@ class ShardedParameter(nn.Parameter):
         answer = _FROM_SHAPE.get(func)
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
-        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
-            one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            return func(one.expand(home_of(args[0]).shape), *args[1:], **kwargs)
         if func is Tensor.__repr__:
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
@@ -250,7 +234,7 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
-        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+        if func is Tensor.detach and _makes_parameter():
             # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
             result = Tensor._make_subclass(type(args[0]), result)
         return result
@@ -273,7 +257,18 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
 
 
+def _makes_parameter() -> bool:
+    """The guard was asked by `nn.Parameter(...)`, through the wrapper that keeps it out of compiled code."""
+    frame = sys._getframe(1).f_back
+    for _ in range(4):
+        if frame is None or frame.f_code is _MAKES_PARAMETER:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _MAKES_PARAMETER
+
+
 def _shape_of(parameter: Tensor) -> Tensor:
+    """A stand-in of the logical shape that takes no memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.new_empty(()).expand(home_of(parameter).shape)
 
