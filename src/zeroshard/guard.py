@@ -215,13 +215,12 @@ class ShardedParameter(nn.Parameter):
         answer = _FROM_SHAPE.get(func)
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
-        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
-            one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            return func(one.expand(home_of(args[0]).shape), *args[1:], **kwargs)
         if func is Tensor.__repr__:
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
+        if func in _LIKE and args and isinstance(args[0], ShardedParameter):
+            return func(_shape_of(args[0]), *args[1:], **kwargs)
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -235,7 +234,7 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
-        if func is Tensor.detach and _within(_MAKES_PARAMETER):
+        if func is Tensor.detach and _makes_parameter():
             # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
             result = Tensor._make_subclass(type(args[0]), result)
         return result
@@ -249,14 +248,6 @@ class ShardedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def _within(code: types.CodeType) -> bool:
-    """Whoever called `__torch_function__` is `code`; between the two are frames of `torch.compiler.disable`."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and "_dynamo" in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame.f_code is code
-
-
 @functools.cache
 def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     """`ShardedParameter` for parameters of class `kind` (packed weights have one of their own): what the class says
@@ -264,6 +255,22 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     if kind is nn.Parameter:
         return ShardedParameter
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
+
+
+def _makes_parameter() -> bool:
+    """The guard was asked by `nn.Parameter(...)`, through the wrapper that keeps it out of compiled code."""
+    frame = sys._getframe(1).f_back
+    for _ in range(4):
+        if frame is None or frame.f_code is _MAKES_PARAMETER:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _MAKES_PARAMETER
+
+
+def _shape_of(parameter: Tensor) -> Tensor:
+    """A stand-in of the logical shape that takes no memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.new_empty(()).expand(home_of(parameter).shape)
 
 
 _ROW = 16

@@ -66,6 +66,10 @@ class _UnitHooks:
         self._handled: list[BaseException | None] = []
         """Of each forward that runs: the exception that was being handled around it when it began."""
 
+    def __deepcopy__(self, memo: Any) -> _UnitHooks:
+        """A copy of the model keeps these, as it would keep functions: an engine is not copied."""
+        return self
+
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, torch.compiler.is_compiling())
 

@@ -385,6 +385,36 @@ def test_frozen_parameters_may_be_left_out(ranks2: RankPool, tmp_path: Path) -> 
         assert not [name for name in names if "frozen" in name]
 
 
+def by_hand(rank: int, world: int, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The user's function renames on the way in."""
+    engine = build(3, "fp32")
+    train(engine, range(2))
+    engine.save_checkpoint(where)
+    saved = everything(engine)
+    engine.close()
+    renamed = Net(1)
+    renamed.norms = renamed.norm
+    del renamed.norm
+
+    def rename(weights: Any, module: nn.Module) -> None:
+        module.load_state_dict({name.replace("norm.", "norms."): value for name, value in weights.items()})
+
+    engine = zeroshard.initialize(model=renamed, config=config(1))[0]
+    engine.load_checkpoint(where, load_optimizer_states=False, custom_load_fn=rename)
+    loaded = everything_but_state(engine)
+    engine.close()
+    return {n: v for n, v in saved.items() if n in loaded}, loaded
+
+
+def everything_but_state(engine: Engine) -> dict[str, Any]:
+    return {name.replace("norms.", "norm."): engine.full_fp32(p) for name, p in engine.module.named_parameters()}
+
+
+def test_a_load_function_of_the_users(ranks2: RankPool, tmp_path: Path) -> None:
+    for saved, loaded in ranks2.run(by_hand, str(tmp_path)):
+        assert_same(saved, loaded)
+
+
 class Unsaveable:
     """A class of the user's."""
 

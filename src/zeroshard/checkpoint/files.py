@@ -12,7 +12,7 @@ from zeroshard.errors import CheckpointError
 
 __all__ = ["BLOCK", "CheckedReader", "CheckedWriter", "sync_directory", "write_small"]
 
-BLOCK = 4 * 2**20
+BLOCK = 2**20
 """Bytes per checksum: what a read must take in at least, to know that it is right."""
 
 AHEAD = 8

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load"]
 
+CustomLoad = Callable[[Mapping[str, torch.Tensor], nn.Module], None]
+
 log = logging.getLogger("zeroshard")
 
 _KERNELS = ("fused", "foreach", "capturable")
@@ -44,6 +47,7 @@ def load(
     optimizer_states: bool,
     scheduler_states: bool,
     module_only: bool,
+    custom: CustomLoad | None,
 ) -> tuple[str | None, dict[str, Any]]:
     """See `Engine.load_checkpoint`."""
     states = engine._states
@@ -69,7 +73,10 @@ def load(
     def open_it() -> tuple[CheckpointReader, dict[str, Any], Targets]:
         reader = open_checkpoint(directory, tag)
         saved, extras = tensors_of(reader), reader.extras()
-        _check_names(engine, str(reader.directory), saved, extras, strict)
+        if custom is None:
+            _check_names(engine, str(reader.directory), saved, extras, strict)
+        else:
+            saved = {name: tensor for name, tensor in saved.items() if not name.startswith("model/")}
         return reader, extras, targets_of(states, engine.module, optimizer, saved)
 
     reader, extras, targets = together(states, "load_checkpoint", open_it)
@@ -79,9 +86,11 @@ def load(
     for buffer in states.buffers:
         buffer.check_refreshable()
         buffer.wait()
-    together(states, "load_checkpoint", lambda: _read(reader, targets))
+    together(states, "load_checkpoint", lambda: _read(reader, targets.tensors))
     for buffer in states.buffers:
         buffer.refresh()
+    if custom is not None:
+        _load_by(custom, engine, reader, extras)
     if optimizer is not None:
         _set_optimizer(engine, targets, extras)
     if not module_only:
@@ -103,6 +112,25 @@ def load(
                 targets.fresh[0],
             )
     return str(reader.directory), extras["client_state"]
+
+
+def _load_by(
+    custom: CustomLoad, engine: Checkpoints, reader: CheckpointReader, extras: Mapping[str, Any]
+) -> None:
+    """Let the user's function put the weights into the module: both are whole meanwhile, on every rank."""
+
+    def read() -> dict[str, torch.Tensor]:
+        whole = {
+            name.removeprefix("model/"): torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            for name, tensor in tensors_of(reader).items()
+            if name.startswith("model/")
+        }
+        _read(reader, {f"model/{name}": tensor for name, tensor in whole.items()})
+        return {**whole, **{alias: whole[name] for alias, name in extras["aliases"].items()}}
+
+    whole = together(engine._states, "load_checkpoint", read)
+    with engine.gathered(modifier_rank=0), torch.no_grad():
+        custom(whole, engine.module)
 
 
 def _check_names(
@@ -161,11 +189,11 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
 
 
-def _read(reader: CheckpointReader, targets: Targets) -> None:
+def _read(reader: CheckpointReader, targets: dict[str, Any]) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp_load(targets.tensors, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+            dcp_load(targets, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
         except CheckpointException as failures:
             # This rank's own: `together` tells the others.
             raise next(iter(failures.failures.values()))[0] from None

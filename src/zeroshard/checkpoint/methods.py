@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.checkpoint.export import write_weights
-from zeroshard.checkpoint.loading import load
+from zeroshard.checkpoint.loading import CustomLoad, load
 from zeroshard.checkpoint.together import together
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Checkpoints:
     _update: Update
     _saver: Saver
     full_state_dict: Callable[..., dict[str, Any]]
+    gathered: Callable[..., AbstractContextManager[None]]
 
     def save_checkpoint(
         self,
@@ -81,7 +83,7 @@ class Checkpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable[[Mapping[str, Any], nn.Module], None] | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint, whatever the number of ranks and the stage that wrote it. All ranks call it.
 
@@ -93,6 +95,8 @@ class Checkpoints:
             load_optimizer_states: the optimizer's state and its groups' options, such as lr.
             load_lr_scheduler_states: the scheduler's.
             load_module_only: only weights and buffers: no optimizer, scheduler, counters, random state, loader.
+            custom_load_fn: called on every rank with the saved weights by name, whole and on the CPU, and the
+                module, whole too, to put the ones into the other; rank 0's work counts. Both take memory.
 
         Returns `(path, client_state)`; `(None, {})`, with a warning, where there is no `latest` and no tag was
         given. Raises CheckpointError on all ranks when the checkpoint is damaged, incomplete or of another model.
@@ -106,6 +110,7 @@ class Checkpoints:
             optimizer_states=load_optimizer_states,
             scheduler_states=load_lr_scheduler_states,
             module_only=load_module_only,
+            custom=custom_load_fn,
         )
 
     def save_16bit_model(

@@ -1,0 +1,173 @@
+"""What saving and loading a checkpoint costs: bytes per second, memory, and how long training waits.
+
+    python benchmarks/saving.py                      1 GB of state on 2 ranks, loaded on 2 and on 3; minutes
+    python benchmarks/saving.py --gigabytes 0.05
+    python benchmarks/saving.py --directory /data    where to write (default: a temporary directory)
+
+The state is fp32 masters and two Adam moments. `write + fsync` is one process that writes as many bytes from
+memory, in one go; `torch.save` is each rank writing its own part of that state, which only the same ranks can read.
+Every figure is the best of the rounds, the ways one after the other in each. Memory is as in loading.py, the most
+above what was there before. Bytes read are what the ranks asked the kernel for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from loading import MB, Peak
+from torch import nn
+
+import zeroshard
+from zeroshard.testing import RankPool
+
+WIDTH = 1024
+
+
+def build(gigabytes: float, background: bool = False) -> Any:
+    layers = max(round(gigabytes * 1e9 / 12 / (WIDTH * WIDTH)), 1)
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {}},
+        "checkpoint": {"async": background},
+    }
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    engine = zeroshard.initialize(model=model, config=config)[0]
+    step(engine)
+    return engine
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+    engine.step()
+
+
+def timed(action: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def state_bytes(engine: Any) -> int:
+    """Of this rank."""
+    states = engine.optimizer.state.values()
+    moments = sum(value.nbytes for state in states for value in state.values() if value.dim())
+    return moments + sum(buffer.owned.nbytes for buffer in engine._states.buffers)
+
+
+def save_with_torch(engine: Any, path: Path) -> None:
+    parts = {name: buffer.owned for name, buffer in zip(range(999), engine._states.buffers, strict=False)}
+    with open(path, "wb") as file:
+        torch.save({"masters": parts, "optimizer": list(engine.optimizer.state.values())}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def saves(rank: int, world: int, gigabytes: float, rounds: int, where: str) -> dict[str, Any]:
+    """Seconds by way, this rank's bytes, the memory of a save."""
+    engine = build(gigabytes)
+    found: dict[str, list[float]] = {"zeroshard": [], "torch.save": []}
+    memory = 0
+    for _ in range(rounds):
+        peak = Peak()
+        found["zeroshard"].append(timed(lambda: engine.save_checkpoint(where, tag="plain")))
+        memory = max(memory, peak.finish()[0])
+        path = Path(where) / f"torch_{rank}.pt"
+        found["torch.save"].append(timed(lambda path=path: save_with_torch(engine, path)))
+        path.unlink()
+        engine.allreduce_gradients()  # the ranks meet before the next round
+    nbytes = state_bytes(engine)
+    engine.close()
+    engine = build(gigabytes, background=True)
+    blocked, whole = [], []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        blocked.append(timed(lambda: engine.save_checkpoint(where, tag="async")))
+        engine._saver.wait()
+        whole.append(time.perf_counter() - begin)
+    engine.close()
+    return {**found, "blocked": blocked, "async": whole, "bytes": nbytes, "memory": memory}
+
+
+def loads(rank: int, world: int, gigabytes: float, where: str) -> tuple[float, int, int]:
+    """(seconds, memory, bytes read)."""
+    engine = build(gigabytes)
+    before, peak = bytes_read(), Peak()
+    seconds = timed(lambda: engine.load_checkpoint(where, tag="plain"))
+    memory = peak.finish()[0]
+    read = bytes_read() - before
+    engine.close()
+    return seconds, memory, read
+
+
+def bytes_read() -> int:
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("rchar:"))
+
+
+def plain_write(nbytes: int, path: Path) -> float:
+    data = memoryview(bytearray(os.urandom(1 << 20) * (nbytes // (1 << 20))))
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as file:
+            at = 0
+            while at < len(data):
+                at += file.write(data[at:])
+            os.fsync(file.fileno())
+
+    seconds = timed(write)
+    path.unlink()
+    return seconds * nbytes / len(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--directory", help="where to write")
+    arguments = parser.parse_args()
+    where = Path(tempfile.mkdtemp(dir=arguments.directory))
+    try:
+        with RankPool(2) as pool:
+            found = pool.run(saves, arguments.gigabytes, arguments.rounds, str(where), timeout=900.0)
+        total = sum(rank["bytes"] for rank in found)
+        plain = min(plain_write(total, where / "file") for _ in range(arguments.rounds))
+        best = {
+            way: max(min(rank[way]) for rank in found)
+            for way in ("zeroshard", "torch.save", "blocked", "async")
+        }
+        print(f"{total / 1e9:.2f} GB of state on 2 ranks, best of {arguments.rounds} rounds\n")
+        print("| save | seconds | MB/s | of write + fsync |\n| --- | ---: | ---: | ---: |")
+        rows = {
+            "write + fsync": plain,
+            "save_checkpoint": best["zeroshard"],
+            "torch.save + fsync": best["torch.save"],
+        }
+        rows["save_checkpoint, async: until written"] = best["async"]
+        for name, seconds in rows.items():
+            print(f"| {name} | {seconds:.2f} | {total / 1e6 / seconds:.0f} | {plain / seconds:.2f} |")
+        share = best["blocked"] / best["zeroshard"]
+        print(f"| save_checkpoint, async: training waits | {best['blocked']:.3f} | | {share:.0%} of a save |")
+        print(f"\nmemory of a save: {max(rank['memory'] for rank in found) / MB:.0f} MB per rank\n")
+        print("| load on | seconds | MB per rank above | bytes read / state |\n| ---: | ---: | ---: | ---: |")
+        for world in (2, 3):
+            with RankPool(world) as pool:
+                ranks = pool.run(loads, arguments.gigabytes, str(where), timeout=900.0)
+            seconds, memory, _ = map(max, zip(*ranks, strict=True))
+            read = sum(rank[2] for rank in ranks) / total
+            print(f"| {world} | {seconds:.2f} | {memory / MB:.0f} | {read:.2f} |", flush=True)
+    finally:
+        shutil.rmtree(where)
+
+
+if __name__ == "__main__":
+    main()
