@@ -16,6 +16,7 @@ from zeroshard.buffers import FlatBuffer
 from zeroshard.clock import Clock
 from zeroshard.config import BatchPlan, Config, torch_optimizer
 from zeroshard.config.zero import LeafModule
+from zeroshard.cut import trim_heap
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.executor import Executor
@@ -296,6 +297,7 @@ def _build(
         buffer = build_buffer(bucket, parameters, named, policy, lane, device)
         buffers.append(buffer)
         gradients.append(make_trainable(buffer, named, policy) if bucket.trainable else None)
+    trim_heap()  # of the weights as they were handed over
     return buffers, gradients
 
 

@@ -34,7 +34,7 @@ from zeroshard.comm import ballot, open_collectives, unanimous
 from zeroshard.errors import ShardedAccessError, StateError
 from zeroshard.guard import fingerprint, home_of, sharded_class
 
-__all__ = ["Cut", "Cuts", "can_cut"]
+__all__ = ["Cut", "Cuts", "can_cut", "trim_heap"]
 
 OPEN_BYTES = 64 << 20
 """Whole parameters that may lie open at once, beside the one that is in use. The smaller, the more often a
@@ -212,7 +212,7 @@ class Cuts:
         self._freed_bytes += cut.nbytes
         if self._freed_bytes > OPEN_BYTES:
             self._freed_bytes = 0
-            _trim_heap()
+            trim_heap()
 
     def put_away_oldest(self) -> None:
         """Until no more than `OPEN_BYTES` lie open, or one parameter, or what is held: claimed by a `gathered`
@@ -277,7 +277,7 @@ class Cuts:
     def finish(self) -> None:
         """The end of the outermost `zeroshard.Init`: all are put away, and all ranks are here."""
         self.put_all_away()
-        _trim_heap()
+        trim_heap()
         self._begin("leaves the block", None)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -413,7 +413,7 @@ def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Give free pages of the C heap back to the system. Constructors take their tensors from it by an aligned
     allocation, which glibc cannot serve from a hole that such a tensor of the same size has left: without this, the
     heap grows to the size of the whole model."""
