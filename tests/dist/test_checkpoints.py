@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -363,7 +365,7 @@ def test_a_checkpoint_of_another_model(ranks2: RankPool, tmp_path: Path) -> None
         assert told["not strict"] == "loaded"
 
 
-def trainable_only(rank: int, world: int, where: str) -> tuple[bool, list[str]]:
+def trainable_only(rank: int, world: int, where: str) -> tuple[bool, list[str], str]:
     engine = build(3, "fp32")
     train(engine, range(2))
     engine.save_checkpoint(where, exclude_frozen_parameters=True)
@@ -374,12 +376,14 @@ def trainable_only(rank: int, world: int, where: str) -> tuple[bool, list[str]]:
     engine.load_checkpoint(where)
     loaded = everything(engine)
     engine.close()
-    return all(torch.equal(saved[n], loaded[n]) for n in saved if isinstance(saved[n], Tensor)), [*index["tensors"]]
+    same = all(torch.equal(saved[n], loaded[n]) for n in saved if isinstance(saved[n], Tensor))
+    return same, [*index["tensors"]], try_load(rank, world, where)  # a base of another seed
 
 
 def test_frozen_parameters_may_be_left_out(ranks2: RankPool, tmp_path: Path) -> None:
-    for same, names in ranks2.run(trainable_only, str(tmp_path)):
+    for same, names, told in ranks2.run(trainable_only, str(tmp_path)):
         assert same
+        assert "'frozen.weight', 'frozen.bias' have other values. Load the base model first" in told
         assert "model/embed.weight" in names
         assert "model/seen" in names
         assert not [name for name in names if "frozen" in name]
@@ -413,6 +417,80 @@ def everything_but_state(engine: Engine) -> dict[str, Any]:
 def test_a_load_function_of_the_users(ranks2: RankPool, tmp_path: Path) -> None:
     for saved, loaded in ranks2.run(by_hand, str(tmp_path)):
         assert_same(saved, loaded)
+
+
+def at_once(rank: int, world: int, where: str) -> list[str]:
+    """Load an older tag, and save at once what was loaded; then go by tag without `latest`."""
+    engine = build(3, "fp32")
+    train(engine, range(1))
+    engine.save_checkpoint(where, tag="older")
+    train(engine, range(1, 2))
+    engine.save_checkpoint(where, tag="newer")
+    engine.load_checkpoint(where, tag="older")
+    engine.save_checkpoint(where, tag="again", save_latest=False)
+    path, _ = engine.load_checkpoint(where)
+    engine.close()
+    assert path is not None
+    os.sync()
+    if rank == 0:
+        os.unlink(os.path.join(where, "latest"))
+    return [path, try_load(rank, world, where, "older", load_optimizer_states=False)]
+
+
+def test_tags_and_a_save_right_after_a_load(ranks2: RankPool, tmp_path: Path) -> None:
+    for path, older in ranks2.run(at_once, str(tmp_path)):
+        assert path.endswith("newer")
+        assert older.endswith("older")
+    for file in (tmp_path / "older").glob("*.safetensors"):
+        left, right = (load_file(where / file.name) for where in (tmp_path / "older", tmp_path / "again"))
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if not name.startswith("extras"):  # has the time
+                assert torch.equal(value, right[name]), name
+
+
+def test_nothing_needs_a_pickle(ranks2: RankPool, tmp_path: Path) -> None:
+    """Tensors open with safetensors, the rest with torch's weights-only loader."""
+    ranks2.run(save, 3, "fp32", str(tmp_path))
+    (tag,) = (entry for entry in tmp_path.iterdir() if entry.is_dir())
+    blobs = 0
+    for file in tag.iterdir():
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+            continue
+        for name, value in load_file(file).items():
+            if name.startswith(("extras", "rng")):
+                torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=True)
+                blobs += 1
+    assert blobs == 3
+
+
+def read_on(rank: int, world: int, where: str, first: bool) -> list[list[int]]:
+    """The samples of each step: two of 24, then, resumed, the rest of the epoch."""
+    model = nn.Linear(1, 1)
+    settings = config(2, scheduler={}, train_micro_batch_size_per_gpu=2 if world == 2 else 4)
+    data = [torch.tensor([float(n)]) for n in range(24)]
+    engine, _, loader, _ = zeroshard.initialize(model=model, config=settings, training_data=data)
+    if not first:
+        engine.load_checkpoint(where)
+    seen = []
+    for batch in loader:
+        seen.append(sorted(int(sample) for sample in batch))
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        if first and len(seen) == 2:
+            engine.save_checkpoint(where)
+            break
+    engine.close()
+    return seen
+
+
+def test_the_loader_goes_on_where_it_was(ranks2: RankPool, alone: RankPool, tmp_path: Path) -> None:
+    first = ranks2.run(read_on, str(tmp_path), True)
+    (rest,) = alone.run(read_on, str(tmp_path), False)
+    samples = [sample for rank in first for step in rank for sample in step]
+    samples += [sample for step in rest for sample in step]
+    assert sorted(samples) == list(range(24))
 
 
 class Unsaveable:

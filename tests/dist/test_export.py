@@ -129,6 +129,54 @@ def test_verify_reads_everything(saved: Saved, tmp_path: Path, capsys: pytest.Ca
         export(open_checkpoint(damaged), tmp_path / "out")
 
 
+def save_llama(rank: int, world: int, where: str) -> Tensor:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(shape)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    }
+    engine = zeroshard.initialize(model=model, config=config)[0]
+    words = torch.arange(8).view(1, 8)
+    engine.backward(engine(input_ids=words, labels=words).loss)
+    engine.step()
+    engine.save_checkpoint(where)
+    engine.close()
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(words).logits
+    return logits
+
+
+def test_a_hugging_face_directory(ranks2: RankPool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = ranks2.run(save_llama, str(tmp_path / "saves"))[0]
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "tokenizer.json").write_text("{}")
+    (base / "model.safetensors").write_text("not copied")
+    out = str(tmp_path / "out")
+    arguments = ["--max-shard-size", "20KB", "--tokenizer", str(base)]
+    assert main(["export", str(tmp_path / "saves"), out, *arguments]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(8).view(1, 8)).logits, logits)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def save_16bit(rank: int, world: int, where: str) -> tuple[dict[str, Tensor], str]:
     torch.manual_seed(0)
     config: dict[str, Any] = {

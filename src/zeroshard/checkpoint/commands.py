@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,6 +116,9 @@ def _export(
     dtype: Annotated[str, typer.Option(help=f"Of the parameters: {', '.join(_DTYPES)}.")] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Bytes per file, and about the memory taken.")] = "5GB",
     format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = "safetensors",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory to copy the tokenizer's files from.")
+    ] = None,
 ) -> None:
     """Write a checkpoint's weights as full tensors, for transformers, safetensors or torch.load."""
     if dtype not in _DTYPES:
@@ -133,10 +137,23 @@ def _export(
         format=format,
         progress=_progress,
     )
+    if tokenizer is not None:
+        copied = _copy_tokenizer(tokenizer, out)
+        print(f"{out}: {', '.join(copied)} from {tokenizer}")
     names = ", ".join(file.name for file in written.files[:3]) + (", ..." if len(written.files) > 3 else "")
     print(
         f"{out}: {written.tensors} tensors, {written.nbytes:,} bytes in {len(written.files)} files ({names})"
     )
+
+
+def _copy_tokenizer(source: Path, out: Path) -> list[str]:
+    patterns = ("*token*", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json")
+    found = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    if not found:
+        raise CheckpointError(f"{source} has no tokenizer files: give the directory of a Hugging Face model")
+    for path in found:
+        shutil.copyfile(path, out / path.name)
+    return [path.name for path in found]
 
 
 def _progress(done: int, total: int) -> Any:

@@ -23,17 +23,23 @@ from zeroshard.checkpoint.views import FlatPiece
 from zeroshard.errors import CheckpointError
 from zeroshard.gradients import ShardSlice
 from zeroshard.layout import Piece
+from zeroshard.precision import dtype_name
 from zeroshard.states import States
 
 __all__ = [
     "Targets",
     "aliases_of",
     "collect",
+    "digests_of_frozen",
     "group_options",
     "model_names",
     "persistent_buffers",
     "targets_of",
 ]
+
+
+_INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 2**31 - 1
 
 
 def collect(
@@ -51,6 +57,27 @@ def collect(
     if states.rank == 0:
         found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
+
+
+def digests_of_frozen(states: States) -> dict[str, list[Any]]:
+    """Of each parameter that is not trained: its dtype, and a number that another value of it would hardly have.
+
+    The sum of its bits as integers: the same however it is sharded. A collective.
+    """
+    names, sums = [], []
+    for bucket, _, piece in _pieces(states):
+        if states.gradients[bucket] is None:
+            part = states.buffers[bucket].owned[piece.at : piece.at + piece.numel]
+            words = part.contiguous().view(_INTEGER_OF[part.element_size()])
+            names.append((piece.slot.name, dtype_name(part.dtype)))
+            # Each rank's is small enough for their sum to be exact.
+            sums.append(float(int(words.sum(dtype=torch.int64)) % _MODULUS))
+    totals = states.sum(sums) if sums else []
+    copies = states.groups.replicate.size
+    return {
+        name: [dtype, int(total // copies) % _MODULUS]
+        for (name, dtype), total in zip(names, totals, strict=True)
+    }
 
 
 def _pieces(states: States) -> Iterator[tuple[int, int, Piece]]:

@@ -104,8 +104,8 @@ def export(
         place = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         _write_index(out, format, place, aliases, total)
     _remove_others(out, format, names)
-    if extras.get("model_config"):
-        write_small(out / "config.json", extras["model_config"].encode())
+    for file, text in extras.get("hugging_face", {}).items():
+        write_small(out / file, text.encode())
     sync_directory(out)
     return Export(tuple(out / file for file in names), len(saved), total)
 

@@ -47,7 +47,10 @@ def facts_of(engine: Checkpoints) -> dict[str, Any]:
     }
 
 
-def gather_extras(engine: Checkpoints, client_state: Mapping[str, Any], frozen: bool) -> Any:
+def gather_extras(
+    engine: Checkpoints, client_state: Mapping[str, Any], base: Mapping[str, Any] | None
+) -> Any:
+    """`base`: digests of frozen parameters where those are left out."""
     scheduler, loader = engine.lr_scheduler, engine.training_dataloader
     checked_blob(dict(client_state), "client_state")
     return checked_blob(
@@ -62,8 +65,8 @@ def gather_extras(engine: Checkpoints, client_state: Mapping[str, Any], frozen: 
             "client_state": dict(client_state),
             "aliases": aliases_of(engine.module),
             "buffers": [*persistent_buffers(engine.module)],
-            "model_config": model_config(engine.module),
-            "frozen_excluded": not frozen,
+            "hugging_face": hugging_face_files(engine.module),
+            "base": None if base is None else dict(base),
             "config": engine.config.model_dump_json(exclude_unset=True),
             **facts_of(engine),
         },
@@ -71,15 +74,14 @@ def gather_extras(engine: Checkpoints, client_state: Mapping[str, Any], frozen: 
     )
 
 
-def model_config(model: Any) -> str | None:
-    """The `config.json` of a Hugging Face model, None for other models."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
-        return None
-    try:
-        return str(config.to_json_string(use_diff=False))
-    except TypeError:  # another class with a method of that name
-        return None
+def hugging_face_files(model: Any) -> dict[str, str]:
+    """The small files beside the weights of a Hugging Face model, by name; none for other models."""
+    found = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        config: Any = getattr(model, attribute, None)
+        if hasattr(config, "to_json_string") and hasattr(config, "to_diff_dict"):
+            found[name] = str(config.to_json_string())
+    return found
 
 
 def checked_blob(value: dict[str, Any], what: str) -> dict[str, Any]:

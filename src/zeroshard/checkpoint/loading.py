@@ -14,7 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from zeroshard.checkpoint.contents import Targets, group_options, model_names, targets_of
+from zeroshard.checkpoint.contents import (
+    Targets,
+    digests_of_frozen,
+    group_options,
+    model_names,
+    targets_of,
+)
 from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
@@ -80,6 +86,8 @@ def load(
         return reader, extras, targets_of(states, engine.module, optimizer, saved)
 
     reader, extras, targets = together(states, "load_checkpoint", open_it)
+    if custom is None and extras.get("base") is not None:
+        _check_base(engine, str(reader.directory), extras["base"])
     engine._executor.end_step()
     engine._executor.reduces.clear()
     engine._update.drop_window()
@@ -160,7 +168,7 @@ def _check_names(
         for slot in buffer.layout.slots
     }
     missing = [name for name in here if name not in there]
-    if extras.get("frozen_excluded"):
+    if extras.get("base") is not None:
         missing = [name for name in missing if name not in frozen]
     unexpected = [name for name in there if name not in here]
     if (missing or unexpected) and strict:
@@ -181,6 +189,21 @@ def _check_names(
             _listed(missing),
             len(unexpected),
             _listed(unexpected),
+        )
+
+
+def _check_base(engine: Checkpoints, where: str, saved: Mapping[str, list[Any]]) -> None:
+    """What was left out of the checkpoint is here, and is what it was trained with."""
+    here = digests_of_frozen(engine._states)
+    missing = [name for name in saved if name not in here]
+    other = [name for name, digest in here.items() if name in saved and saved[name] != digest]
+    other = [name for name in other if saved[name][0] == here[name][0]]  # in another dtype nobody can tell
+    if missing or other:
+        raise CheckpointError(
+            f"{where} was saved without frozen parameters, and the model does not have those it was trained with: "
+            + (f"{_listed(missing)} are not frozen here, or not there. " if missing else "")
+            + (f"{_listed(other)} have other values. " if other else "")
+            + "Load the base model first, frozen as it was; load_module_strict=False has no part in this."
         )
 
 

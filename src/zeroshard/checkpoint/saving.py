@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zeroshard.checkpoint.contents import collect
+from zeroshard.checkpoint.contents import collect, digests_of_frozen
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import EXTRAS, checked_blob, facts_of, gather_extras, random_state
 from zeroshard.checkpoint.storage import Writer
@@ -74,13 +74,14 @@ class Saver:
         tag = tag if tag is not None else f"global_step{engine._update.attempted}"
         tag = _agreed(states, tag, options.tag_validation)
         saves = Saves(directory)
+        base = None if frozen else digests_of_frozen(states)
 
         def prepare() -> dict[str, Any]:
             saves.check_tag(tag)
             found: dict[str, Any] = dict(collect(states, engine.module, engine.optimizer, frozen=frozen))
             found[f"rng/{states.rank}"] = checked_blob(random_state(engine), "the random state")
             if states.rank == 0:
-                found[EXTRAS] = gather_extras(engine, client_state, frozen)
+                found[EXTRAS] = gather_extras(engine, client_state, base)
             return found
 
         contents = together(states, "save_checkpoint", prepare)
