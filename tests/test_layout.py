@@ -31,7 +31,9 @@ def parameter_lists(draw: st.DrawFn) -> list[ParameterSpec]:
 @given(parameter_lists(), st.integers(1, 7), st.sampled_from([1, 4, 16]))
 def test_pack_keeps_its_promises(specs: list[ParameterSpec], shards: int, align: int) -> None:
     slots, shard = pack(specs, shards, align)
-    if all(item.is_uncut for item in specs):  # these are packed by size, and come in the order of their places
+    if all(
+        item.is_uncut for item in specs
+    ):  # these are packed by size, and come in the order of their places
         assert sorted(slot.name for slot in slots) == [item.name for item in specs]
     else:
         assert [slot.spec for slot in slots] == specs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ BLOCK = 2**20
 """Bytes per checksum: what a read must take in at least, to know that it is right."""
 
 AHEAD = 8
-"""Blocks that are written and wait for their checksum: so long they are kept in memory."""
+"""Parts that are written and wait for their checksum: so long they are kept in memory."""
 
 
 class CheckedWriter:
@@ -25,11 +26,12 @@ class CheckedWriter:
     def __init__(self, path: Path, block: int = BLOCK) -> None:
         self.path, self.nbytes = path, 0
         self._block = block
-        self._sums: list[Future[int] | int] = []
+        self._sums: list[int] = []
         self._rest = 0
         """CRC of the bytes since the last whole block."""
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
-        self._summer = ThreadPoolExecutor(1)
+        self._summer = ThreadPoolExecutor(1)  # one, so that it takes parts in their order
+        self._taken: deque[Future[None]] = deque()
 
     def __enter__(self) -> CheckedWriter:
         return self
@@ -39,29 +41,26 @@ class CheckedWriter:
         view = memoryview(data).cast("B")
         while len(view):
             part = view[: self._block - self.nbytes % self._block]
-            self._sum(part)
+            self.nbytes += len(part)
+            self._taken.append(self._summer.submit(self._take, part, self.nbytes % self._block == 0))
+            if len(self._taken) > AHEAD:
+                self._taken.popleft().result()
             at = 0
             while at < len(part):
                 at += self._file.write(part[at:])
-            self.nbytes += len(part)
             view = view[len(part) :]
 
-    def _sum(self, part: memoryview) -> None:
-        if len(part) == self._block:
-            self._sums.append(self._summer.submit(zlib.crc32, part))
-            if len(self._sums) > AHEAD:
-                late = self._sums[-AHEAD - 1]
-                self._sums[-AHEAD - 1] = late if isinstance(late, int) else late.result()
-            return
+    def _take(self, part: memoryview, ends_block: bool) -> None:
         self._rest = zlib.crc32(part, self._rest)
-        if (self.nbytes + len(part)) % self._block == 0:
+        if ends_block:
             self._sums.append(self._rest)
             self._rest = 0
 
     def checksums(self) -> list[int]:
         """CRC-32 of each block, the last of which may be short."""
-        tail = [self._rest] if self.nbytes % self._block else []
-        return [entry if isinstance(entry, int) else entry.result() for entry in self._sums] + tail
+        while self._taken:
+            self._taken.popleft().result()
+        return [*self._sums, *([self._rest] if self.nbytes % self._block else [])]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
