@@ -15,6 +15,7 @@ around a sharded layer), are an error at the step rather than never trained.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,6 +79,7 @@ class Trainables:
         self._hook([entry for entry in self._entries if entry.parameter.requires_grad])
         self._look()
         self._executor.on_path, self._update.on_step = self._look, self._before_step
+        self._update.who_trains = self._disagreement
         handles: list[Any] = [_Handles(self._hooks)]
         return handles
 
@@ -97,6 +99,7 @@ class Trainables:
         if new:
             self._unfreeze(new)
         self._required = required
+        self._update.trains_digest = zlib.crc32(bytes(required))
         trained = {entry.bucket for entry, trains in zip(self._entries, required, strict=True) if trains}
         self._executor.untrained = set(range(len(self._states.buffers))) - trained
 
@@ -127,6 +130,21 @@ class Trainables:
         self._update.take_in()
         self._hook(new)
         self._unplaced += new
+
+    def _disagreement(self) -> str:
+        """What ranks that do not train the same are told. All ranks ask."""
+        sums = self._states.sum([float(trains) for trains in self._required])
+        world, rank = self._states.world, self._states.rank
+        entry, ranks, here = next(
+            (entry, ranks, trains)
+            for entry, ranks, trains in zip(self._entries, sums, self._required, strict=True)
+            if 0 < ranks < world
+        )
+        return (
+            f"parameter {entry.name!r} requires grad on {ranks:g} of {world} ranks ({'also' if here else 'not'} on "
+            f"rank {rank}): its gradient would be averaged over ranks that have none. Set requires_grad alike on "
+            f"all ranks, before the same forward; then zero_grad() and go on."
+        )
 
     def _hook(self, entries: Sequence[_Entry]) -> None:
         for name, bucket, slot, parameter in entries:

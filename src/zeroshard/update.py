@@ -94,6 +94,10 @@ class Update:
         """The most that gradients took on this rank so far."""
         self.on_step: Callable[[Optimizer], None] | None = None
         """Called before anything of a step is done."""
+        self.trains_digest = 0
+        """Of which parameters require grad; equal on all ranks unless somebody set it on some of them."""
+        self.who_trains: Callable[[], str] = str
+        """The error when it is not, with the name of a parameter. A collective."""
         self.requires_backward = False
         """A step that no backward came before is an error, and not nothing (`engine.step`)."""
         self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
@@ -195,7 +199,7 @@ class Update:
         self._forget_dropped()
         order = self._executor.reduces.agreed_order()
         order_digest = digest(Action(Kind.REDUCE, bucket) for bucket in order)
-        votes = ballot([self._executor.gather_digest, order_digest])
+        votes = ballot([self._executor.gather_digest, order_digest, self.trains_digest])
         flags = [float(i in g.had) for g in self._trained for i in range(len(g.layout.slots))]
         counted = float(self.backwards - self._dropped)
         in_time = float(not self._executor.reduces.has_late)
@@ -207,7 +211,9 @@ class Update:
                 vector[0] += gradient.squared_norm()
         sums = self._states.sum(vector)
         start = len(head) + len(votes)
-        same_gathers, same_order = unanimous(sums[len(head) : start], self._world)
+        same_gathers, same_order, same_trains = unanimous(sums[len(head) : start], self._world)
+        if not same_trains:
+            raise StateError(self.who_trains())
         if not same_gathers:
             raise ScheduleError(
                 f"ranks gathered different parameters since the last step (this is rank {self._rank}): they "

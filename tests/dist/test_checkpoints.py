@@ -165,6 +165,47 @@ def test_every_stage_and_number_of_ranks_opens_it(
                 assert onward == pytest.approx(losses, rel=2e-2 if dtype != "fp32" else 1e-5)
 
 
+def across_layouts(rank: int, world: int, where: str) -> list[bool]:
+    """Saved from shard groups of two (MiCS); opened there, with second shards, under Init, in buckets of other sizes."""
+
+    def make(seed: int = 3, init: bool = False, **zero: Any) -> Engine:
+        with zeroshard.Init(enabled=init):
+            model = Net(seed)
+        settings = config(3)
+        settings["zero_optimization"].update(zero)
+        return zeroshard.initialize(model=model, config=settings)[0]
+
+    engine = make(0, mics_shard_size=2)
+    train(engine, range(3))
+    engine.save_checkpoint(where)
+    saved = everything(engine)
+    torch.manual_seed(5)
+    losses = train(engine, range(3, 6))
+    engine.close()
+    found = []
+    variants: list[dict[str, Any]] = [
+        {"mics_shard_size": 2},
+        {"zero_hpz_partition_size": 2},
+        {"init": True},
+        {"stage3_param_persistence_threshold": 0, "sub_group_size": 50, "stage3_max_live_parameters": 1000},
+    ]
+    for variant in variants:
+        engine = make(**variant)
+        train(engine, range(1))
+        engine.load_checkpoint(where)
+        loaded = everything(engine)
+        torch.manual_seed(5)
+        if rank == 0:  # its buffers are everybody's after a load
+            assert_same(saved, loaded)
+        found.append(train(engine, range(3, 6)) == losses)
+        engine.close()
+    return found
+
+
+def test_shard_groups_init_and_other_buckets_open_it(ranks4: RankPool, tmp_path: Path) -> None:
+    assert ranks4.run(across_layouts, str(tmp_path)) == [[True] * 4] * 4
+
+
 def resume(rank: int, world: int, where: str) -> tuple[list[float], list[float]]:
     """Ten more steps with dropout, each rank its own samples and random numbers."""
     torch.manual_seed(rank)

@@ -215,6 +215,28 @@ def test_unfrozen_on_one_rank_only() -> None:
             assert other != "nothing"
 
 
+def frozen_on_one(rank: int, world: int, stage: int) -> tuple[str, float]:
+    """Rank 1 freezes the head, which its backward runs through all the same; then that is put right."""
+    pair = Pair.of(rank, world, stage, Layers, adamw)
+    step(pair, 0)
+    if rank == 1:
+        pair.model.head.requires_grad_(False)
+    pair.engine.backward(loss_of(pair.engine, 1, rank))
+    told = attempt(pair.engine.step)[1]
+    pair.model.head.requires_grad_(True)
+    pair.engine.zero_grad()
+    step(pair, 1)
+    return told, pair.finish()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_on_one_rank_only(ranks2: RankPool, stage: int) -> None:
+    for rank, (told, worst) in enumerate(ranks2.run(frozen_on_one, stage)):
+        assert "parameter 'head.weight' requires grad on 1 of 2 ranks" in told
+        assert f"({'also' if rank == 0 else 'not'} on rank {rank})" in told
+        assert worst < 1e-6
+
+
 def different(rank: int, world: int, stage: int) -> list[tuple[str, str]]:
     """Each rank unfreezes another layer: all ranks say so, and after it is put right all goes on."""
     pair = Pair.of(rank, world, stage, Layers, adamw)
