@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
 from zeroshard.checkpoint.opening import CheckpointReader, open_checkpoint, tensors_of
-from zeroshard.checkpoint.storage import Reader
+from zeroshard.checkpoint.storage import INDEX, Reader
 from zeroshard.checkpoint.together import together
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
@@ -57,8 +58,13 @@ def load(
 ) -> tuple[str | None, dict[str, Any]]:
     """See `Engine.load_checkpoint`."""
     states = engine._states
+    engine._saver.wait()  # or what is written now would be the latest for some ranks only
     saves = Saves(directory)
-    missing = tag is None and saves.latest() is None and not is_deepspeed(directory)
+
+    def nothing_there() -> bool:
+        return tag is None and saves.latest() is None and not _is_checkpoint(saves.directory)
+
+    missing = together(states, "load_checkpoint", nothing_there)
     without = states.ask([float(missing)])[0]
     if 0 < without < states.world:
         raise CheckpointError(
@@ -90,7 +96,7 @@ def load(
         _check_base(engine, str(reader.directory), extras["base"])
     engine._executor.end_step()
     engine._executor.reduces.clear()
-    engine._update.drop_window()
+    engine._window = 0
     for buffer in states.buffers:
         buffer.check_refreshable()
         buffer.wait()
@@ -106,6 +112,7 @@ def load(
         state = reader.random_state(states.rank) if isinstance(reader, Reader) else None
         if state is not None:
             set_random_state(engine, state)
+    engine._update.open_window()  # with the loss scale that was loaded
     if states.rank == 0:
         log.info(
             "loaded %s, written at step %s on %s ranks",
@@ -113,6 +120,14 @@ def load(
             extras["global_steps"],
             extras["world_size"],
         )
+        wrote = extras.get("optimizer")
+        if optimizer is not None and wrote not in (None, type(optimizer).__name__):
+            log.warning(
+                "the checkpoint has the state of %s, and the optimizer is %s: if that makes another state, its step "
+                "will fail; load_optimizer_states=False starts it anew",
+                wrote,
+                type(optimizer).__name__,
+            )
         if targets.fresh and extras["param_groups"]:
             log.warning(
                 "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
@@ -120,6 +135,10 @@ def load(
                 targets.fresh[0],
             )
     return str(reader.directory), extras["client_state"]
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / INDEX).is_file() or is_deepspeed(directory)
 
 
 def _load_by(
