@@ -105,7 +105,9 @@ class Saves:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. Name a tag, or write one into it.") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Name a tag, or write one into it."
+            ) from error
         if not tag:
             raise CheckpointError(f"{path} is empty; it should have a tag. Name a tag, or write one into it.")
         return tag

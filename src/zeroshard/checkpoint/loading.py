@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
 
 from zeroshard.checkpoint.contents import (
     Targets,
@@ -120,21 +121,27 @@ def load(
             extras["global_steps"],
             extras["world_size"],
         )
-        wrote = extras.get("optimizer")
-        if optimizer is not None and wrote not in (None, type(optimizer).__name__):
-            log.warning(
-                "the checkpoint has the state of %s, and the optimizer is %s: if that makes another state, its step "
-                "will fail; load_optimizer_states=False starts it anew",
-                wrote,
-                type(optimizer).__name__,
-            )
-        if targets.fresh and extras["param_groups"]:
-            log.warning(
-                "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
-                len(targets.fresh),
-                targets.fresh[0],
-            )
+        if optimizer is not None:
+            _tell_of_state(optimizer, targets, extras)
     return str(reader.directory), extras["client_state"]
+
+
+def _tell_of_state(optimizer: Optimizer, targets: Targets, extras: Mapping[str, Any]) -> None:
+    """What of the optimizer's state may not be what the caller expects."""
+    wrote, here = extras.get("optimizer"), type(optimizer).__name__
+    if wrote not in (None, here):
+        log.warning(
+            "the checkpoint has the state of %s, and the optimizer is %s: if that needs other entries, its step will "
+            "fail; load_optimizer_states=False starts it anew",
+            wrote,
+            here,
+        )
+    if targets.fresh and extras["param_groups"]:
+        log.warning(
+            "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
+            len(targets.fresh),
+            targets.fresh[0],
+        )
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -150,6 +150,6 @@ class Checkpoints:
         self._check_open(what)
         if self._executor.is_held:
             raise StateError(
-                f"{what}() inside engine.gathered(): edits made in the block are kept when it ends, and would not be "
-                f"part of it. Leave the block first."
+                f"{what}() inside engine.gathered(): edits made in the block are kept when it ends, and would not "
+                f"be part of it. Leave the block first."
             )

@@ -217,8 +217,8 @@ def _header(items: Sequence[WriteItem], sizes: Sequence[int]) -> bytes:
             dtype = dtype_name(item.tensor_data.properties.dtype)
             if dtype not in _SAFETENSORS:
                 raise CheckpointError(
-                    f"{item.index.fqn!r} is {dtype}, which safetensors files do not have: convert it, register it with "
-                    f"persistent=False, or leave it out"
+                    f"{item.index.fqn!r} is {dtype}, which safetensors files do not have: convert it, or "
+                    f"register it with persistent=False"
                 )
             entry = {"dtype": _SAFETENSORS[dtype], "shape": list(item.tensor_data.chunk.sizes)}
         offset = ",".join(map(str, item.index.offset or ()))
