@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from zeroshard.checkpoint.together import together
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
 from zeroshard.errors import CheckpointError
+from zeroshard.states import States
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.methods import Checkpoints
@@ -61,25 +61,7 @@ def load(
     states = engine._states
     engine._saver.wait()  # or what is written now would be the latest for some ranks only
     saves = Saves(directory)
-
-    def nothing_there() -> bool:
-        return tag is None and saves.latest() is None and not _is_checkpoint(saves.directory)
-
-    missing = together(states, "load_checkpoint", nothing_there)
-    without = states.ask([float(missing)])[0]
-    if 0 < without < states.world:
-        raise CheckpointError(
-            f"{saves.directory}/latest is there for {states.world - without:g} of {states.world} ranks "
-            f"({'not ' if missing else ''}for rank {states.rank}): all ranks must see one directory"
-        )
-    if without:
-        if states.rank == 0:
-            there = ", ".join(saves.tags()) or "no checkpoint either"
-            log.warning(
-                "%s has no file `latest`, and no tag was given: nothing is loaded. It has %s",
-                directory,
-                there,
-            )
+    if not _is_there(states, saves, tag):
         return None, {}
     optimizer = engine.optimizer if optimizer_states and not module_only else None
 
@@ -131,8 +113,8 @@ def _tell_of_state(optimizer: Optimizer, targets: Targets, extras: Mapping[str, 
     wrote, here = extras.get("optimizer"), type(optimizer).__name__
     if wrote not in (None, here):
         log.warning(
-            "the checkpoint has the state of %s, and the optimizer is %s: if that needs other entries, its step will "
-            "fail; load_optimizer_states=False starts it anew",
+            "the checkpoint has the state of %s, and the optimizer is %s: if that needs other entries, its step "
+            "will fail; load_optimizer_states=False starts it anew",
             wrote,
             here,
         )
@@ -144,8 +126,33 @@ def _tell_of_state(optimizer: Optimizer, targets: Targets, extras: Mapping[str, 
         )
 
 
-def _is_checkpoint(directory: Path) -> bool:
-    return (directory / INDEX).is_file() or is_deepspeed(directory)
+def _is_there(states: States, saves: Saves, tag: str | None) -> bool:
+    """There is something to load, for all ranks; where there is nothing, for none, that is told. A collective."""
+
+    def nothing() -> bool:
+        place = saves.directory
+        return (
+            tag is None
+            and saves.latest() is None
+            and not (place / INDEX).is_file()
+            and not is_deepspeed(place)
+        )
+
+    missing = together(states, "load_checkpoint", nothing)
+    without = states.ask([float(missing)])[0]
+    if 0 < without < states.world:
+        raise CheckpointError(
+            f"{saves.directory}/latest is there for {states.world - without:g} of {states.world} ranks "
+            f"({'not ' if missing else ''}for rank {states.rank}): all ranks must see one directory"
+        )
+    if without and states.rank == 0:
+        there = ", ".join(saves.tags()) or "no checkpoint either"
+        log.warning(
+            "%s has no file `latest`, and no tag was given: nothing is loaded. It has %s",
+            saves.directory,
+            there,
+        )
+    return not without
 
 
 def _load_by(
@@ -259,4 +266,13 @@ def _set_optimizer(engine: Checkpoints, targets: Targets, extras: Mapping[str, A
     for group, names in zip(optimizer.param_groups, group_options(engine._states, optimizer), strict=True):
         saved: dict[str, Any] = next((saved_of[name] for name in names["params"] if name in saved_of), {})
         known = {*group, "initial_lr"} - {"params", *_KERNELS}
-        group.update({key: value for key, value in saved.items() if key in known})
+        group.update({key: _like(value, group.get(key)) for key, value in saved.items() if key in known})
+
+
+def _like(saved: Any, here: Any) -> Any:
+    """A number or a tensor of one (a learning rate may be either), as it is in this run, and where."""
+    if isinstance(here, torch.Tensor) and isinstance(saved, (float, int, torch.Tensor)):
+        return torch.as_tensor(saved).to(here)
+    if isinstance(here, (float, int)) and isinstance(saved, torch.Tensor):
+        return saved.item()
+    return saved
