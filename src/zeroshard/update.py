@@ -138,9 +138,7 @@ class Update:
         if self.on_step is not None:
             self.on_step(optimizer)
         self._check_nothing_ignored()
-        for buffer in self._buffers:
-            if buffer.layout.resident and buffer.edited():
-                buffer.write_back()
+        self.take_edits()
         self._executor.end_step()
         self._executor.reduces.flush_pending()
         self.gradient_bytes = max(self.gradient_bytes, sum(g.nbytes() for g in self._trained))
@@ -177,6 +175,12 @@ class Update:
             self._probe.clear()
         else:
             self._probe.disarm()
+
+    def take_edits(self) -> None:
+        """Resident weights that were edited in place reach the masters."""
+        for buffer in self._buffers:
+            if buffer.layout.resident and buffer.edited():
+                buffer.write_back()
 
     def _check_nothing_ignored(self) -> None:
         """What the update would silently leave out: a `.grad` set by hand."""
@@ -289,7 +293,7 @@ class Update:
         if repeated or not possible:
             forward, report = self._diagnosis()
         self._executor.reduces.clear()
-        self._open_window()
+        self.open_window()
         self._probe.arm()
         times = f"step {self.attempted} was skipped, {self._in_a_row} in a row: gradients are not finite"
         if not possible or (repeated and (forward or not self.loss_scale.is_dynamic)):
@@ -350,7 +354,7 @@ class Update:
             if gradient is not None and gradient.had:
                 buffer.refresh()
         self._executor.reduces.clear()
-        self._open_window()
+        self.open_window()
 
     def saw_backward(self, tokens: float | None) -> None:
         """A backward begins; with `tokens` it is weighted by them."""
@@ -387,7 +391,8 @@ class Update:
         self.tiles.close()
         self._trained.clear()
 
-    def _open_window(self) -> None:
+    def open_window(self) -> None:
+        """No backward came yet; gradients from here on have the loss scale of now."""
         self._tokens, self._weighted = 0.0, 0
         self.backwards = self._dropped = 0
         for gradient in self._trained:

@@ -22,6 +22,7 @@ class Killed(BaseException):
 def write(saves: Saves, tag: str, content: str, latest: bool = True) -> None:
     saves.begin(tag)
     (saves.fresh(tag) / "data").write_text(content)
+    (saves.fresh(tag) / "index.json").touch()
     saves.commit(tag, latest=latest)
 
 
@@ -93,7 +94,7 @@ def test_a_death_at_any_moment_of_a_save(
     assert deaths == moments
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "latest", "a/b", ".saving-x", "/tmp/x"])
+@pytest.mark.parametrize("tag", ["", ".", "..", "latest", "a/b", ".saving-x", "/tmp/x", " a", "a\n"])
 def test_tags_that_are_no_name(tmp_path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="cannot name a checkpoint"):
         Saves(tmp_path).find(tag)
@@ -115,3 +116,22 @@ def test_prune_keeps_the_newest_every_nth_the_latest_and_what_the_user_named(tmp
     deleted = saves.prune(2, 4)
     assert sorted(deleted) == sorted(f"global_step{step}" for step in (1, 5, 6, 7))
     assert set(saves.tags()) == {"global_step2", "global_step4", "global_step9", "global_step10", "best"}
+    write(saves, "global_step3", "", latest=False)  # of a run that went on from an older one
+    assert saves.prune(2, 4, "global_step3") == []
+
+
+@pytest.mark.parametrize("name", ["data", "notes.txt"])
+def test_what_no_save_wrote_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=f"{name} is there and is no checkpoint"):
+        Saves(tmp_path).begin(name)
+    assert (tmp_path / "data" / "mine").read_text() == (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("content", "told"), [(b"", "is empty"), (b"\xff", "cannot be read")])
+def test_a_latest_that_names_nothing(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"latest {told}.*Name a tag"):
+        Saves(tmp_path).latest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import zlib
 from pathlib import Path
 
@@ -76,6 +77,16 @@ def test_a_file_is_never_written_over(tmp_path: Path) -> None:
     write(tmp_path / "file", [b"x"])
     with pytest.raises(FileExistsError):
         write(tmp_path / "file", [b"y"])
+
+
+def test_a_file_is_finished_while_the_interpreter_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may end without `close` while a save is being written; executors take nothing more then."""
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    nbytes, sums = write(tmp_path / "file", [bytes(40)])
+    with reader(tmp_path / "file", nbytes, sums) as file:
+        file.verify()
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:

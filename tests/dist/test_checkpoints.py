@@ -300,6 +300,88 @@ def test_asynchronous_saves(ranks2: RankPool, tmp_path: Path) -> None:
         assert "rank 0" in message
 
 
+def in_the_middle(rank: int, world: int, where: str) -> dict[str, Any]:
+    """At moments that are not right after a step."""
+    found: dict[str, Any] = {}
+    # Between two micro-batches: a load drops the first, and its place in the window.
+    engine = build(1, "fp32", gradient_accumulation_steps=2, scheduler={})
+    engine.save_checkpoint(where, tag="here")
+    torch.manual_seed(1)
+    straight = train(engine, range(3))
+    train(engine, range(2))  # the window's second, and another's first
+    path, _ = engine.load_checkpoint(os.path.join(where, "here"))  # the checkpoint itself, not what holds it
+    torch.manual_seed(1)
+    found["window"] = train(engine, range(3)) == straight and path is not None
+    for what in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(errors.StateError, match=r"inside engine.gathered\(\)"), engine.gathered():
+            what(where)
+    engine.close()
+    for what in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(errors.StateError, match=r"after engine.close\(\)"):
+            what(where)
+    # After weights were edited in place, which the masters learn at the next step.
+    engine = build(1, "bf16")
+    with torch.no_grad():
+        engine.module.norm.weight.fill_(3)
+    engine.save_checkpoint(where, tag="edited")
+    engine.close()
+    engine = build(3, "bf16", seed=1)
+    engine.load_checkpoint(where, tag="edited")
+    found["edited"] = bool((engine.full_fp32(engine.module.norm.weight) == 3).all())
+    engine.close()
+    # With another loss scale than the one the loading engine began with.
+    scaled = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {}}
+    engine = build(0, "fp16", **scaled, fp16={"enabled": True, "initial_scale_power": 4})
+    engine.save_checkpoint(where, tag="scaled")
+    torch.manual_seed(1)
+    train(engine, range(1))
+    straight_weights = engine.full_fp32(engine.module.norm.weight)
+    engine.close()
+    engine = build(0, "fp16", seed=1, **scaled)
+    engine.load_checkpoint(where, tag="scaled")
+    torch.manual_seed(1)
+    train(engine, range(1))
+    found["scaled"] = torch.equal(engine.full_fp32(engine.module.norm.weight), straight_weights)
+    engine.close()
+    return found
+
+
+def test_saves_and_loads_at_any_moment(ranks2: RankPool, tmp_path: Path) -> None:
+    for found in ranks2.run(in_the_middle, str(tmp_path)):
+        assert found == {"window": True, "edited": True, "scaled": True}
+
+
+def behind_the_back(rank: int, world: int, where: str) -> tuple[str | None, Any]:
+    """What was given changes, and a load comes, before the writer has begun."""
+    from zeroshard.checkpoint.directory import Saves
+
+    begin = Saves.begin
+
+    def later(self: Saves, tag: str) -> None:
+        time.sleep(0.2)
+        begin(self, tag)
+
+    engine = build(3, "fp32", checkpoint={"async": True})
+    history, average = [1], torch.zeros(2)
+    Saves.begin = later  # type: ignore[method-assign]
+    try:
+        engine.save_checkpoint(where, client_state={"history": history, "average": average})
+        history.append(2)
+        average += 1
+        path, client_state = engine.load_checkpoint(where)
+    finally:
+        Saves.begin = begin  # type: ignore[method-assign]
+    engine.close()
+    assert client_state is not None
+    return path, (client_state["history"], client_state["average"].tolist())
+
+
+def test_an_asynchronous_save_is_of_its_moment_and_a_load_waits_for_it(ranks2: RankPool, tmp_path: Path) -> None:
+    for path, client_state in ranks2.run(behind_the_back, str(tmp_path)):
+        assert path is not None
+        assert client_state == ([1], [0.0, 0.0])
+
+
 # ---- what does not fit ----------------------------------------------------------------------------------
 
 

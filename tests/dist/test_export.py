@@ -96,6 +96,44 @@ def test_many_files_of_torch_save_in_bf16(saved: Saved, tmp_path: Path) -> None:
     model.load_state_dict(found)
 
 
+class Shared(nn.Module):
+    """One module under two names, and buffers that are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.again = self.norm
+        self.register_buffer("turned", torch.randn(3, 4).t())
+        self.register_buffer("conjugate", torch.randn(2, dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.norm(x))
+
+
+def save_shared(rank: int, world: int, where: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = zeroshard.initialize(model=Shared(), config={"train_micro_batch_size_per_gpu": 4})[0]
+    engine.save_checkpoint(where)
+    engine.save_16bit_model(where, "one.safetensors")
+    weights = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    with torch.no_grad():
+        engine.module.conjugate.zero_()
+    engine.load_checkpoint(where)
+    assert rank or torch.equal(engine.module.conjugate, weights["conjugate"])
+    engine.close()
+    return weights
+
+
+def test_shared_buffers_and_views(ranks2: RankPool, tmp_path: Path) -> None:
+    weights = ranks2.run(save_shared, str(tmp_path))[0]
+    reader = open_checkpoint(tmp_path)
+    assert_weights(torch.load(export(reader, tmp_path, format="pt").files[0], weights_only=True), weights)
+    for file in (*export(reader, tmp_path).files, tmp_path / "one.safetensors"):
+        found = load_file(file)
+        assert_weights(found, {name: weights[name] for name in found})
+        assert weights.keys() - found.keys() == {name for name in weights if name.startswith("again")}
+
+
 def test_inspect_tells_the_run_and_every_tensor(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     where, weights = saved
     assert main(["inspect", str(where), "--json"]) == 0

@@ -117,13 +117,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong in a state dict, by their first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
+    for name, buffer in _named_buffers(model):
+        if id(buffer) not in seen:
             seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = buffer
+            found[name] = buffer
     return found
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those of a state dict, by each of their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def model_names(states: States, model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -134,10 +140,11 @@ def model_names(states: States, model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters, and the name under which each is stored."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+    """Other names of tied parameters and shared buffers, and the name under which each is stored."""
+    stored = [*model.named_parameters(), *persistent_buffers(model).items()]
+    first = {id(value): name for name, value in stored}
+    every = [*model.named_parameters(remove_duplicate=False), *_named_buffers(model)]
+    return {name: first[id(value)] for name, value in every if first[id(value)] != name}
 
 
 def group_options(states: States, optimizer: Optimizer | None) -> list[dict[str, Any]]:
@@ -193,13 +200,16 @@ def targets_of(
         if optimizer is None or not states.slices[bucket] or states.gradients[bucket] is None:
             continue
         if name not in entries:
-            # A parameter without elements never has state.
-            targets.fresh += [name] if piece.slot.numel else []
+            # A parameter without elements never has state, nor has one that the optimizer was not given.
+            trained = piece.slot.numel and id(states.slices[bucket][index]) in options
+            targets.fresh += [name] if trained else []
         elif piece.numel:
             _add_state(targets, entries[name], states.slices[bucket][index], piece, options)
     for name, value in persistent_buffers(model).items():
         if f"model/{name}" in saved:
             targets.tensors[f"model/{name}"] = value
+    if not entries:
+        targets.fresh.clear()  # an optimizer without state, or saved before its first step: nothing is missing
     return targets
 
 

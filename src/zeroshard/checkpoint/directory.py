@@ -19,9 +19,9 @@ from pathlib import Path
 from zeroshard.checkpoint.files import sync_directory, write_small
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Saves"]
+__all__ = ["INDEX", "Saves"]
 
-LATEST = "latest"
+LATEST, INDEX = "latest", "index.json"
 _SAVING, _REPLACED = ".saving-", ".replaced-"
 
 
@@ -38,10 +38,11 @@ class Saves:
             or tag in (".", "..", LATEST)
             or tag.startswith((_SAVING, _REPLACED))
             or Path(tag).name != tag
+            or tag.strip() != tag  # `latest` is a line of text
         ):
             raise CheckpointError(
                 f"tag {tag!r} cannot name a checkpoint: it is the name of one directory below {self.directory}, "
-                f"and not {LATEST!r}"
+                f"without spaces around it, and not {LATEST!r}"
             )
 
     def fresh(self, tag: str) -> Path:
@@ -52,7 +53,17 @@ class Saves:
         """Take away what a dead run left, and make that directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.recover()
+        self._check_replaceable(self.directory / tag)
         self.fresh(tag).mkdir()
+
+    def _check_replaceable(self, final: Path) -> None:
+        """CheckpointError where a save would delete what no save wrote."""
+        if not final.exists() or (final.is_dir() and (not any(final.iterdir()) or (final / INDEX).is_file())):
+            return
+        raise CheckpointError(
+            f"{final} is there and is no checkpoint of zeroshard (it has no {INDEX}), so it is not replaced. Give "
+            f"another tag, or take it away"
+        )
 
     def commit(self, tag: str, *, latest: bool) -> None:
         """What was written for `tag`, all of it on disk, becomes a checkpoint, and the latest if that is wanted."""
@@ -87,11 +98,19 @@ class Saves:
         return done
 
     def latest(self) -> str | None:
-        """The tag in `latest`; None without that file."""
+        """The tag in `latest`; None without that file. CheckpointError when it cannot be read."""
+        path = self.directory / LATEST
         try:
-            return (self.directory / LATEST).read_text().strip()
-        except FileNotFoundError:
+            tag = path.read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Name a tag, or write one into it."
+            ) from error
+        if not tag:
+            raise CheckpointError(f"{path} is empty; it should have a tag. Name a tag, or write one into it.")
+        return tag
 
     def find(self, tag: str) -> Path:
         """The directory of `tag`. CheckpointError, with what there is, when there is none."""
@@ -113,11 +132,11 @@ class Saves:
             entry.name for entry in sorted(found, key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
         ]
 
-    def prune(self, keep_last: int, keep_every: int) -> list[str]:
+    def prune(self, keep_last: int, keep_every: int, made: str | None = None) -> list[str]:
         """Delete all but the newest `keep_last` checkpoints (0: keep all), and those of every `keep_every`-th step.
 
         Of those that save_checkpoint named itself (`global_step<N>`); a tag of the user's is never deleted, nor is
-        the latest. The names of those deleted.
+        the latest, nor `made`, which is the newest whatever its step. The names of those deleted.
         """
         steps = {
             tag: int(match[1]) for tag in self.tags() if (match := re.fullmatch(r"global_step(\d+)", tag))
@@ -125,7 +144,7 @@ class Saves:
         if not keep_last:
             return []
         newest = sorted(steps, key=lambda tag: steps[tag])[-keep_last:]
-        spared = {*newest, self.latest()}
+        spared = {*newest, self.latest(), made}
         spared |= {tag for tag, step in steps.items() if keep_every and step % keep_every == 0}
         doomed = [tag for tag in steps if tag not in spared]
         for tag in doomed:

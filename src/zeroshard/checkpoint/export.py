@@ -142,8 +142,8 @@ def _fill(reader: CheckpointReader, tensors: Mapping[str, Tensor]) -> None:
 
 def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """One file of a state dict in which names of tied weights share one tensor. CheckpointError if that fails."""
-    first: dict[int, str] = {}
-    tied = {name: first.setdefault(id(value), name) for name, value in weights.items()}
+    first: dict[Any, str] = {}
+    tied = {name: first.setdefault(_place(value), name) for name, value in weights.items()}
     tied = {name: original for name, original in tied.items() if name != original}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,16 +153,33 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
+def _place(value: Any) -> Any:
+    """Equal for two names of one tensor, of which a state dict makes two objects."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return id(value)
+    bits = value.is_conj(), value.is_neg()
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), bits
+
+
 def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
     """`tied`: other names, and those under which their tensors are."""
     fresh = path.with_name(path.name + ".new")
     if path.suffix == ".safetensors":
-        save_file(dict(tensors), fresh, metadata={"format": "pt", **tied})
+        # The format has neither strides nor views.
+        whole = {name: _on_its_own(value) for name, value in tensors.items()}
+        save_file(whole, fresh, metadata={"format": "pt", **tied})
     else:
         torch.save({**tensors, **{alias: tensors[name] for alias, name in tied.items()}}, fresh)
     with open(fresh, "rb") as file:
         os.fsync(file.fileno())
     os.replace(fresh, path)
+
+
+def _on_its_own(value: Tensor) -> Tensor:
+    alone = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+    if alone and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _write_index(

@@ -51,6 +51,10 @@ def gather_extras(
     engine: Checkpoints, client_state: Mapping[str, Any], base: Mapping[str, Any] | None
 ) -> Any:
     """`base`: digests of frozen parameters where those are left out."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(
+            f"client_state is {type(client_state).__name__}, and must be a dict: give {{'name': value}}"
+        )
     scheduler, loader = engine.lr_scheduler, engine.training_dataloader
     checked_blob(dict(client_state), "client_state")
     return checked_blob(
@@ -63,6 +67,7 @@ def gather_extras(
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
             "param_groups": group_options(engine._states, engine.optimizer),
             "client_state": dict(client_state),
+            "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
             "aliases": aliases_of(engine.module),
             "buffers": [*persistent_buffers(engine.module)],
             "hugging_face": hugging_face_files(engine.module),
@@ -85,13 +90,15 @@ def hugging_face_files(model: Any) -> dict[str, str]:
 
 
 def checked_blob(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """`value`, if torch reads it back without running code; CheckpointError naming the entry that it does not."""
+    """A copy of `value`, which nobody changes while it is written, as torch reads it back without running code;
+    CheckpointError naming the entry that it does not."""
+    copy = {}
     for key, entry in value.items():
         buffer = io.BytesIO()
         try:
             torch.save(entry, buffer)
             buffer.seek(0)
-            torch.load(buffer, weights_only=True)
+            copy[key] = torch.load(buffer, weights_only=True, map_location="cpu")
         except Exception as error:  # pickle raises anything
             named = re.search(r"Unsupported \w+: GLOBAL (\S+)", str(error))
             culprit = named[1] if named else type(error).__name__
@@ -100,7 +107,7 @@ def checked_blob(value: dict[str, Any], what: str) -> dict[str, Any]:
                 f"checkpoint holds tensors, numbers, text, and lists, tuples and dicts of them, so that opening "
                 f"one never runs code. Convert it first."
             ) from error
-    return value
+    return copy
 
 
 def random_state(engine: Checkpoints) -> dict[str, Any]:

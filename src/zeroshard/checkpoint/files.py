@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from types import TracebackType
 
 from zeroshard.errors import CheckpointError
@@ -30,8 +30,10 @@ class CheckedWriter:
         self._rest = 0
         """CRC of the bytes since the last whole block."""
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
-        self._summer = ThreadPoolExecutor(1)  # one, so that it takes parts in their order
-        self._taken: deque[Future[None]] = deque()
+        self._parts: Queue[memoryview | None] = Queue(AHEAD)
+        # No executor: those take nothing more once the interpreter ends, and a save may still be going on then.
+        self._summer = Thread(target=self._sum, daemon=True)
+        self._summer.start()
 
     def __enter__(self) -> CheckedWriter:
         return self
@@ -42,30 +44,35 @@ class CheckedWriter:
         while len(view):
             part = view[: self._block - self.nbytes % self._block]
             self.nbytes += len(part)
-            self._taken.append(self._summer.submit(self._take, part, self.nbytes % self._block == 0))
-            if len(self._taken) > AHEAD:
-                self._taken.popleft().result()
+            self._parts.put(part)
             at = 0
             while at < len(part):
                 at += self._file.write(part[at:])
             view = view[len(part) :]
 
-    def _take(self, part: memoryview, ends_block: bool) -> None:
-        self._rest = zlib.crc32(part, self._rest)
-        if ends_block:
-            self._sums.append(self._rest)
-            self._rest = 0
+    def _sum(self) -> None:
+        nbytes = 0
+        while (part := self._parts.get()) is not None:
+            self._rest = zlib.crc32(part, self._rest)
+            nbytes += len(part)
+            if nbytes % self._block == 0:
+                self._sums.append(self._rest)
+                self._rest = 0
+
+    def _end_sums(self) -> None:
+        if self._summer.is_alive():
+            self._parts.put(None)
+            self._summer.join()
 
     def checksums(self) -> list[int]:
-        """CRC-32 of each block, the last of which may be short."""
-        while self._taken:
-            self._taken.popleft().result()
+        """CRC-32 of each block, the last of which may be short. Nothing is written after this."""
+        self._end_sums()
         return [*self._sums, *([self._rest] if self.nbytes % self._block else [])]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._summer.shutdown()
+        self._end_sums()
         try:
             if kind is None:
                 os.fsync(self._file.fileno())

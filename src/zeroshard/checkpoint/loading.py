@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
 
 from zeroshard.checkpoint.contents import (
     Targets,
@@ -25,11 +26,12 @@ from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
 from zeroshard.checkpoint.opening import CheckpointReader, open_checkpoint, tensors_of
-from zeroshard.checkpoint.storage import Reader
+from zeroshard.checkpoint.storage import INDEX, Reader
 from zeroshard.checkpoint.together import together
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
 from zeroshard.errors import CheckpointError
+from zeroshard.states import States
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.methods import Checkpoints
@@ -57,22 +59,9 @@ def load(
 ) -> tuple[str | None, dict[str, Any]]:
     """See `Engine.load_checkpoint`."""
     states = engine._states
+    engine._saver.wait()  # or what is written now would be the latest for some ranks only
     saves = Saves(directory)
-    missing = tag is None and saves.latest() is None and not is_deepspeed(directory)
-    without = states.ask([float(missing)])[0]
-    if 0 < without < states.world:
-        raise CheckpointError(
-            f"{saves.directory}/latest is there for {states.world - without:g} of {states.world} ranks "
-            f"({'not ' if missing else ''}for rank {states.rank}): all ranks must see one directory"
-        )
-    if without:
-        if states.rank == 0:
-            there = ", ".join(saves.tags()) or "no checkpoint either"
-            log.warning(
-                "%s has no file `latest`, and no tag was given: nothing is loaded. It has %s",
-                directory,
-                there,
-            )
+    if not _is_there(states, saves, tag):
         return None, {}
     optimizer = engine.optimizer if optimizer_states and not module_only else None
 
@@ -90,7 +79,7 @@ def load(
         _check_base(engine, str(reader.directory), extras["base"])
     engine._executor.end_step()
     engine._executor.reduces.clear()
-    engine._update.drop_window()
+    engine._window = 0
     for buffer in states.buffers:
         buffer.check_refreshable()
         buffer.wait()
@@ -106,6 +95,7 @@ def load(
         state = reader.random_state(states.rank) if isinstance(reader, Reader) else None
         if state is not None:
             set_random_state(engine, state)
+    engine._update.open_window()  # with the loss scale that was loaded
     if states.rank == 0:
         log.info(
             "loaded %s, written at step %s on %s ranks",
@@ -113,13 +103,56 @@ def load(
             extras["global_steps"],
             extras["world_size"],
         )
-        if targets.fresh and extras["param_groups"]:
-            log.warning(
-                "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
-                len(targets.fresh),
-                targets.fresh[0],
-            )
+        if optimizer is not None:
+            _tell_of_state(optimizer, targets, extras)
     return str(reader.directory), extras["client_state"]
+
+
+def _tell_of_state(optimizer: Optimizer, targets: Targets, extras: Mapping[str, Any]) -> None:
+    """What of the optimizer's state may not be what the caller expects."""
+    wrote, here = extras.get("optimizer"), type(optimizer).__name__
+    if wrote not in (None, here):
+        log.warning(
+            "the checkpoint has the state of %s, and the optimizer is %s: if that needs other entries, its step "
+            "will fail; load_optimizer_states=False starts it anew",
+            wrote,
+            here,
+        )
+    if targets.fresh and extras["param_groups"]:
+        log.warning(
+            "the checkpoint has no optimizer state for %d parameters (%s, ...): theirs starts anew",
+            len(targets.fresh),
+            targets.fresh[0],
+        )
+
+
+def _is_there(states: States, saves: Saves, tag: str | None) -> bool:
+    """There is something to load, for all ranks; where there is nothing, for none, that is told. A collective."""
+
+    def nothing() -> bool:
+        place = saves.directory
+        return (
+            tag is None
+            and saves.latest() is None
+            and not (place / INDEX).is_file()
+            and not is_deepspeed(place)
+        )
+
+    missing = together(states, "load_checkpoint", nothing)
+    without = states.ask([float(missing)])[0]
+    if 0 < without < states.world:
+        raise CheckpointError(
+            f"{saves.directory}/latest is there for {states.world - without:g} of {states.world} ranks "
+            f"({'not ' if missing else ''}for rank {states.rank}): all ranks must see one directory"
+        )
+    if without and states.rank == 0:
+        there = ", ".join(saves.tags()) or "no checkpoint either"
+        log.warning(
+            "%s has no file `latest`, and no tag was given: nothing is loaded. It has %s",
+            saves.directory,
+            there,
+        )
+    return not without
 
 
 def _load_by(
@@ -233,4 +266,13 @@ def _set_optimizer(engine: Checkpoints, targets: Targets, extras: Mapping[str, A
     for group, names in zip(optimizer.param_groups, group_options(engine._states, optimizer), strict=True):
         saved: dict[str, Any] = next((saved_of[name] for name in names["params"] if name in saved_of), {})
         known = {*group, "initial_lr"} - {"params", *_KERNELS}
-        group.update({key: value for key, value in saved.items() if key in known})
+        group.update({key: _like(value, group.get(key)) for key, value in saved.items() if key in known})
+
+
+def _like(saved: Any, here: Any) -> Any:
+    """A number or a tensor of one (a learning rate may be either), as it is in this run, and where."""
+    if isinstance(here, torch.Tensor) and isinstance(saved, (float, int, torch.Tensor)):
+        return torch.as_tensor(saved).to(here)
+    if isinstance(here, (float, int)) and isinstance(saved, torch.Tensor):
+        return saved.item()
+    return saved

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.checkpoint.export import write_weights
 from zeroshard.checkpoint.loading import CustomLoad, load
 from zeroshard.checkpoint.together import together
+from zeroshard.errors import StateError
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +39,13 @@ class Checkpoints:
     lr_scheduler: Any
     training_dataloader: Any
     micro_steps: int
+    _window: int
     global_samples: int
     _states: States
     _executor: Executor
     _update: Update
     _saver: Saver
+    _check_open: Callable[[str], None]
     full_state_dict: Callable[..., dict[str, Any]]
     gathered: Callable[..., AbstractContextManager[None]]
 
@@ -60,7 +63,7 @@ class Checkpoints:
             save_dir: a directory that all ranks see; checkpoints are directories in it.
             tag: the name of this one; `global_step<N>` if None. One of that name is replaced, in one step.
             client_state: tensors, numbers, text, and lists, tuples and dicts of them: what `load_checkpoint` gives
-                back.
+                back, tensors on the CPU. Rank 0's counts.
             save_latest: what is opened when no tag is named is this one from here on.
             exclude_frozen_parameters: leave out what is not trained; the model that loads it has it already.
 
@@ -69,6 +72,7 @@ class Checkpoints:
         raised by the next save, or by `close`. Returns True. Raises CheckpointError, on all ranks, and then what
         `latest` names is as before.
         """
+        self._check_free("save_checkpoint")
         name = None if tag is None else str(tag)
         self._saver.save(
             self, save_dir, name, client_state or {}, latest=save_latest, frozen=not exclude_frozen_parameters
@@ -88,7 +92,7 @@ class Checkpoints:
         """Continue from a checkpoint, whatever the number of ranks and the stage that wrote it. All ranks call it.
 
         Args:
-            load_dir: the directory that `save_checkpoint` was given.
+            load_dir: the directory that `save_checkpoint` was given, or one checkpoint in it.
             tag: which checkpoint; what `latest` names if None.
             load_module_strict: the checkpoint must have exactly this model's parameters and buffers; else what
                 both have is loaded, and the rest is told.
@@ -101,6 +105,7 @@ class Checkpoints:
         Returns `(path, client_state)`; `(None, {})`, with a warning, where there is no `latest` and no tag was
         given. Raises CheckpointError on all ranks when the checkpoint is damaged, incomplete or of another model.
         """
+        self._check_free("load_checkpoint")
         name = None if tag is None else str(tag)
         return load(
             self,
@@ -125,6 +130,7 @@ class Checkpoints:
         one step. For files of a bounded size or another dtype, save a checkpoint and use `zeroshard export`.
         Returns True. Raises CheckpointError, on all ranks.
         """
+        self._check_open("save_16bit_model")
         weights = self.full_state_dict()
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -139,3 +145,11 @@ class Checkpoints:
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _check_free(self, what: str) -> None:
+        self._check_open(what)
+        if self._executor.is_held:
+            raise StateError(
+                f"{what}() inside engine.gathered(): edits made in the block are kept when it ends, and would not "
+                f"be part of it. Leave the block first."
+            )

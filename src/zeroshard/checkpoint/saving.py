@@ -78,6 +78,7 @@ class Saver:
 
         def prepare() -> dict[str, Any]:
             saves.check_tag(tag)
+            engine._update.take_edits()
             found: dict[str, Any] = dict(collect(states, engine.module, engine.optimizer, frozen=frozen))
             found[f"rng/{states.rank}"] = checked_blob(random_state(engine), "the random state")
             if states.rank == 0:
@@ -106,6 +107,7 @@ class Saver:
             # Its collectives run beside those of training, so they need an order of their own.
             self._group = dist.new_group(backend="gloo") if states.world > 1 else None
         self._running = self._thread.submit(_write, job, self._group, began)
+        self._running.add_done_callback(_tell)
         if states.rank == 0:
             log.info("checkpoint %s: training waited %.2f s, and goes on", tag, time.monotonic() - began)
 
@@ -149,6 +151,12 @@ def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
+def _tell(running: Future[None]) -> None:
+    """At once, since a run may end without another save or a close, which raise it."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        log.error("%s", error)
+
+
 def _write(job: _Job, group: dist.ProcessGroup | None, began: float) -> None:
     try:
         with warnings.catch_warnings():
@@ -165,7 +173,10 @@ def _write(job: _Job, group: dist.ProcessGroup | None, began: float) -> None:
             job.saves.abandon(job.tag)
         what = f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}"
         raise told(failures, what) from failures
-    except RuntimeError as error:  # of torch.distributed; what a rank raised itself came as the above
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # of torch.distributed; what a rank raised itself came as the above
         raise CheckpointError(
             f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}: a rank was lost, or left before "
             f"all had written. What `latest` names is as before; the next save there clears up. ({error})"
@@ -179,5 +190,10 @@ def _write(job: _Job, group: dist.ProcessGroup | None, began: float) -> None:
         seconds,
         job.writer.nbytes / 1e6 / seconds,
     )
-    for old in job.saves.prune(job.keep_last, job.keep_every):
+    try:
+        deleted = job.saves.prune(job.keep_last, job.keep_every, job.tag)
+    except OSError as error:  # of this rank only, and what was to be saved is
+        log.warning("older checkpoints in %s could not all be deleted: %s", job.saves.directory, error)
+        return
+    for old in deleted:
         log.info("deleted checkpoint %s, since checkpoint.keep_last is %d", old, job.keep_last)

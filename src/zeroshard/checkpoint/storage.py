@@ -44,14 +44,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from zeroshard.checkpoint.directory import Saves
+from zeroshard.checkpoint.directory import INDEX, Saves
 from zeroshard.checkpoint.files import BLOCK, CheckedReader, CheckedWriter, write_small
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name, dtype_of
 
 __all__ = ["INDEX", "Index", "Reader", "Writer", "read_index"]
 
-INDEX = "index.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 
@@ -216,6 +215,11 @@ def _header(items: Sequence[WriteItem], sizes: Sequence[int]) -> bytes:
             entry = {"dtype": "U8", "shape": [size]}
         else:
             dtype = dtype_name(item.tensor_data.properties.dtype)
+            if dtype not in _SAFETENSORS:
+                raise CheckpointError(
+                    f"{item.index.fqn!r} is {dtype}, which safetensors files do not have: convert it, or "
+                    f"register it with persistent=False"
+                )
             entry = {"dtype": _SAFETENSORS[dtype], "shape": list(item.tensor_data.chunk.sizes)}
         offset = ",".join(map(str, item.index.offset or ()))
         entries[f"{item.index.fqn}@{offset}"] = {**entry, "data_offsets": [at, at + size]}
@@ -227,7 +231,7 @@ def _header(items: Sequence[WriteItem], sizes: Sequence[int]) -> bytes:
 
 def _host_bytes(tensor: Tensor) -> list[memoryview]:
     """The elements as bytes in host memory: a view where they are there already, else brought piece by piece."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     step = max(PIECE // flat.element_size(), 1) if flat.device.type != "cpu" else max(flat.numel(), 1)
     return [_memory(flat[at : at + step].cpu().contiguous()) for at in range(0, flat.numel(), step)]
 
@@ -378,7 +382,9 @@ class Reader(StorageReader):
 
     def extras(self) -> dict[str, Any]:
         """Everything that is no tensor: plain values, read without running code."""
-        loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob("extras")), weights_only=True)
+        loaded: dict[str, Any] = torch.load(
+            io.BytesIO(self.blob("extras")), weights_only=True, map_location="cpu"
+        )
         return loaded
 
     def random_state(self, rank: int) -> dict[str, Any] | None:
@@ -386,7 +392,9 @@ class Reader(StorageReader):
         name = f"rng/{rank}"
         if name not in self.index.blobs:
             return None
-        loaded: dict[str, Any] = torch.load(io.BytesIO(self.blob(name)), weights_only=True)
+        loaded: dict[str, Any] = torch.load(
+            io.BytesIO(self.blob(name)), weights_only=True, map_location="cpu"
+        )
         return loaded
 
     def verify(self) -> int:
@@ -419,7 +427,7 @@ def _fill(
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     first = sum(o * s for o, s in zip(offsets, strides, strict=True))
     span = 1 + sum((length - 1) * s for length, s in zip(target.shape, strides, strict=True))
-    is_run = span == target.numel()
+    is_run = span == target.numel() and not target.is_conj() and not target.is_neg()
     if is_run and target.is_contiguous() and target.device.type == "cpu" and target.dtype is dtype:
         file.read_into(begin + first * dtype.itemsize, _memory(target))
         return
