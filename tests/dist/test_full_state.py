@@ -13,6 +13,7 @@ from pairs import STAGES, Pair, attempt
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.errors import ShardedAccessError
 from zeroshard.testing import RankPool
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -377,7 +378,7 @@ def loaded_inside(rank: int, world: int, stage: int, modifier: int | None) -> fl
     with pair.engine.gathered(modifier_rank=modifier):
         pair.model.load_state_dict(halved)
         same(pair.model.state_dict(), halved)
-        with pytest.raises(zeroshard.ShardedAccessError, match="without modifier_rank"), pair.engine.gathered():
+        with pytest.raises(ShardedAccessError, match="without modifier_rank"), pair.engine.gathered():
             pair.model.scale.data.mul_(2)
         pair.model.scale.data.div_(2)
     pair.reference.load_state_dict(halved)
@@ -402,6 +403,7 @@ def copied(rank: int, world: int, stage: int, precision: str) -> list[str]:
     if rank == 0:  # it gathers nothing, so it may run on one rank
         twin(tokens(0, 0, 0)).backward()
         same(twin.state_dict(), weights)
+        twin.zero_grad()
     pair.engine.executor.on_action = None
     pair.engine.backward(loss)
     pair.engine.step()
@@ -411,7 +413,8 @@ def copied(rank: int, world: int, stage: int, precision: str) -> list[str]:
     twin.load_state_dict(weights)
     other.backward(other(tokens(0, 0, rank)))
     other.step()
-    same(twin.state_dict(), pair.model.state_dict())
+    if precision == "fp32":  # else its masters began with what 16 bits left of the weights
+        same(twin.state_dict(), pair.model.state_dict())
     other.close()
     twin(tokens(0, 0, rank))
     return [str(action) for action in actions]
