@@ -421,6 +421,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             raise StateError("close() inside engine.gathered(): leave the block first")
         self._saver.close()
         self._executor.end_step()
+        self._update.conclude()
         self._executor.reduces.clear()
         self._closed = True
         for handle in self._handles:
