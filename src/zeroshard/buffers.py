@@ -127,7 +127,7 @@ class FlatBuffer:
         self.full, self.shard, self.master = full, shard, master
         self.watcher: Watcher | None = None
         self.edits_kept = 0
-        """Blocks of `gathered` that kept their edits."""
+        """How often edits were kept, by blocks of `gathered` and by `put`."""
         self.access: Any = None
         """Who reads and edits states of these parameters (`access.Access`)."""
         self.group, self._lane = group, lane
@@ -302,6 +302,7 @@ class FlatBuffer:
             if self.master is not None and self.master is not self.shard:
                 self.master[own].copy_(part)
         self._versions[index] = self.parameters[index]._version
+        self.edits_kept += 1
         self._lane.wait_for_compute()
 
     def _drop_second(self) -> None:

@@ -32,6 +32,7 @@ from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
 from zeroshard.full_state import FullState, StateDicts
 from zeroshard.inquiries import Inquiries
+from zeroshard.optimizer import is_outermost_step
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
@@ -284,6 +285,8 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         self._executor.reduces.averages = due
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_outermost_step(optimizer):
+            return
         self._check_open("optimizer.step")
         if self._executor.is_held:
             raise StateError(
@@ -299,6 +302,8 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             raise
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_outermost_step(optimizer):
+            return
         self._update.after()
         self._end_window()
 
@@ -416,6 +421,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             raise StateError("close() inside engine.gathered(): leave the block first")
         self._saver.close()
         self._executor.end_step()
+        self._update.conclude()
         self._executor.reduces.clear()
         self._closed = True
         for handle in self._handles:

@@ -90,7 +90,7 @@ class Executor:
         self.on_action: Callable[[Action], None] | None = None
         """Called with every point and action as it runs: how tests and measurements look on."""
         self.on_path: Callable[[], None] | None = None
-        """Called before a path that records gradients begins."""
+        """Called before a path begins."""
         self.untrained = {bucket.index for bucket in layout.buckets if not bucket.trainable}
         """Buckets of which no parameter requires grad now."""
         self.on_backward: Callable[[], None] | None = None
@@ -444,7 +444,7 @@ class Executor:
     def _begin_path(self) -> None:
         self.end_path()
         self._records_grad = torch.is_grad_enabled()
-        if self._records_grad and self.on_path is not None:
+        if self.on_path is not None:
             self.on_path()
         self._path_open = True
         self._plan = self.paths.expected(self._records_grad)

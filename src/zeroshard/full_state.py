@@ -83,10 +83,10 @@ class FullState:
             self._shut(module)
 
         def before_load(module: nn.Module, given: Any, prefix: str, metadata: Any, *more: Any) -> None:
-            _refuse_exchange(module, metadata)
+            self._refuse_exchange(module, metadata)
             self._open(module)
             *_, errors = more
-            self._given[module] = _given(module, given, prefix), errors
+            self._given[module] = self._find_given(module, given, prefix), errors
 
         def after_load(module: nn.Module, _: Any) -> None:
             self._take_in(*self._given.pop(module))
@@ -101,11 +101,25 @@ class FullState:
 
     # ---- buckets ------------------------------------------------------------------------------------
 
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        """It is this engine's. A copy of a module keeps these hooks, and may be plain, or another engine's."""
+        if not has_engine(parameter):
+            return False
+        buffer, buffers = home_of(parameter).buffer, self._states.buffers
+        index = buffer.layout.index
+        return index < len(buffers) and buffers[index] is buffer
+
+    def _buffers_of(self, parameters: Iterator[nn.Parameter]) -> list[FlatBuffer]:
+        """The buckets that hold `parameters`, in an order that all ranks share."""
+        homes = [home_of(parameter) for parameter in parameters if self._holds(parameter)]
+        found = {home.buffer.layout.index: home.buffer for home in homes}
+        return [found[index] for index in sorted(found)]
+
     def _open(self, module: nn.Module) -> None:
         """Gather what `module` itself holds; all below it when that is one bucket, so that it comes once."""
-        buffers = _buffers_of(module.parameters())
+        buffers = self._buffers_of(module.parameters())
         if len(buffers) > 1:
-            buffers = _buffers_of(module.parameters(recurse=False))
+            buffers = self._buffers_of(module.parameters(recurse=False))
         opened = [buffer.layout.index for buffer in buffers if not buffer.is_live]
         for bucket in opened:
             self._executor.perform(Action(Kind.GATHER, bucket))
@@ -130,7 +144,7 @@ class FullState:
 
     def _copy_out(self, module: nn.Module, saved: MutableMapping[str, Any], prefix: str) -> None:
         """Put copies in the place of what shares memory with a bucket, whoever saved it under whatever name."""
-        buffers = _buffers_of(module.parameters())
+        buffers = self._buffers_of(module.parameters())
         for key in [key for key in saved if key.startswith(prefix)]:
             value = saved[key]
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -150,6 +164,37 @@ class FullState:
             saved[key] = tied
 
     # ---- loading ------------------------------------------------------------------------------------
+
+    def _refuse_exchange(self, module: nn.Module, metadata: Any) -> None:
+        """StateError for ways of loading that would give the module other parameters than the engine trains."""
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        # Taken out: torch writes it into the state dict, where the next load would find it.
+        assigns = metadata.pop("assign_to_params_buffers", False)
+        if not self._buffers_of(module.parameters()):
+            metadata["assign_to_params_buffers"] = assigns
+            return
+        if not (assigns or swaps):
+            return
+        how = "assign=True" if assigns else "torch.__future__.set_swap_module_params_on_conversion(True)"
+        raise StateError(
+            f"load_state_dict with {how} would put other parameters into {type(module).__name__} than those that "
+            f"the engine shards and trains. Cure: leave it out (values are copied, and fp32 ones reach the masters "
+            f"as they are), or load before `initialize`."
+        )
+
+    def _find_given(self, module: nn.Module, state: Any, prefix: str) -> list[_Given]:
+        """What `state` has for the parameters of `module` itself."""
+        found = []
+        for name, parameter in module._parameters.items():
+            if parameter is None or not self._holds(parameter):
+                continue
+            home = home_of(parameter)
+            value = state.get(prefix + name)
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape
+            found.append(
+                _Given(home.buffer, home.index, parameter, parameter._version, value if fits else None)
+            )
+        return found
 
     def _take_in(self, given: Sequence[_Given], errors: list[str]) -> None:
         """What was loaded, as rank 0 has it, becomes everybody's weights and masters. torch raises all `errors` at
@@ -223,13 +268,6 @@ class StateDicts:
         return state
 
 
-def _buffers_of(parameters: Iterator[nn.Parameter]) -> list[FlatBuffer]:
-    """The buckets that hold `parameters`, in an order that all ranks share."""
-    homes = [home_of(parameter) for parameter in parameters if has_engine(parameter)]
-    found = {home.buffer.layout.index: home.buffer for home in homes}
-    return [found[index] for index in sorted(found)]
-
-
 def _copy_of(value: Tensor, device: torch.device | None) -> Tensor:
     """Memory of its own, with what hangs on a parameter (`keep_vars`), but not its place in a bucket."""
     copy = value.detach().to(device or value.device, copy=True, memory_format=torch.contiguous_format)
@@ -244,33 +282,3 @@ def _copy_of(value: Tensor, device: torch.device | None) -> Tensor:
 def _bits(value: Tensor) -> Tensor:
     """For a comparison that all dtypes have, and in which NaN is NaN."""
     return value.reshape(-1).view(torch.uint8)
-
-
-def _given(module: nn.Module, state: Any, prefix: str) -> list[_Given]:
-    found = []
-    for name, parameter in module._parameters.items():
-        if parameter is None or not has_engine(parameter):
-            continue
-        home = home_of(parameter)
-        value = state.get(prefix + name)
-        fits = isinstance(value, Tensor) and value.shape == parameter.shape
-        found.append(_Given(home.buffer, home.index, parameter, parameter._version, value if fits else None))
-    return found
-
-
-def _refuse_exchange(module: nn.Module, metadata: Any) -> None:
-    """StateError for ways of loading that would give the module other parameters than the engine trains."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    # Taken out: torch writes it into the state dict, where the next load would find it.
-    assigns = metadata.pop("assign_to_params_buffers", False)
-    if not _buffers_of(module.parameters()):
-        metadata["assign_to_params_buffers"] = assigns
-        return
-    if not (assigns or swaps):
-        return
-    how = "assign=True" if assigns else "torch.__future__.set_swap_module_params_on_conversion(True)"
-    raise StateError(
-        f"load_state_dict with {how} would put other parameters into {type(module).__name__} than those that the "
-        f"engine shards and trains. Cure: leave it out (values are copied, and fp32 ones reach the masters as they "
-        f"are), or load before `initialize`."
-    )

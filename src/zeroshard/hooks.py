@@ -52,7 +52,19 @@ def install(
     return handles
 
 
-class _UnitHooks:
+class _ModuleHooks:
+    """Hooks that a deep copy of their module has as well. There they do nothing: its weights are its own, it may
+    run on one rank only, be another engine's, or outlive this one."""
+
+    _copied = False
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHooks:
+        copied = object.__new__(type(self))
+        copied._copied = True
+        return copied
+
+
+class _UnitHooks(_ModuleHooks):
     """Around the forward of one unit.
 
     The methods that torch calls say whether dynamo is looking (to it `is_compiling` is true); the rest runs between
@@ -66,15 +78,13 @@ class _UnitHooks:
         self._handled: list[BaseException | None] = []
         """Of each forward that runs: the exception that was being handled around it when it began."""
 
-    def __deepcopy__(self, memo: Any) -> _UnitHooks:
-        """A copy of the model keeps these, as it would keep functions: an engine is not copied."""
-        return self
-
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._enter(module, torch.compiler.is_compiling())
+        if not self._copied:
+            self._enter(module, torch.compiler.is_compiling())
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._leave((args, kwargs), output)
+        if not self._copied:
+            self._leave((args, kwargs), output)
 
     @eager
     def _enter(self, module: nn.Module, compiling: bool) -> None:
@@ -135,27 +145,37 @@ def _any_requires_grad(inputs: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
-def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) -> list[RemovableHandle]:
-    entered: list[bool] = []
-    """Of each forward that runs: it is the outermost one."""
-    from_outside = False
-    """So was the latest forward that recomputes nothing: recomputation is to do the same again."""
+class _BoundaryHooks(_ModuleHooks):
+    """Around the outermost forward: inputs and outputs cross the boundary."""
+
+    def __init__(self, executor: Executor, boundary: Boundary) -> None:
+        self._executor, self._boundary = executor, boundary
+        self._entered: list[bool] = []
+        """Of each forward that runs: it is the outermost one."""
+        self._from_outside = False
+        """So was the latest forward that recomputes nothing: recomputation is to do the same again."""
 
     @eager
-    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        nonlocal from_outside
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._copied:
+            return None
+        executor = self._executor
         if not executor.in_backward:
-            from_outside = executor.is_outermost
-        entered.append(from_outside and executor.is_outermost)
-        return boundary.enter((args, kwargs), executor.in_backward) if entered[-1] else None
+            self._from_outside = executor.is_outermost
+        self._entered.append(self._from_outside and executor.is_outermost)
+        return self._boundary.enter((args, kwargs), executor.in_backward) if self._entered[-1] else None
 
     @eager
-    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return boundary.leave(output, executor.in_backward) if entered and entered.pop() else None
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        crosses = not self._copied and bool(self._entered) and self._entered.pop()
+        return self._boundary.leave(output, self._executor.in_backward) if crosses else None
 
+
+def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) -> list[RemovableHandle]:
+    hooks = _BoundaryHooks(executor, boundary)
     return [
-        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
-        module.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
     ]
 
 

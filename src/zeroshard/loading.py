@@ -210,9 +210,8 @@ def _agree(problem: Exception | None, world: World, checksums: Sequence[int], so
 
 def _give_places(targets: Sequence[_Target], world: World) -> None:
     """Put what lies open under `zeroshard.Init` away, and real tensors in the place of those on meta."""
-    for cuts in {
-        home.access for target in targets if (home := home_of(target.tensor)) and home.buffer is None
-    }:
+    cut = [home for target in targets if (home := home_of(target.tensor)) and home.buffer is None]
+    for cuts in dict.fromkeys(home.access for home in cut):  # in an order that all ranks share
         cuts.put_all_away()
     for target in targets:
         if not target.tensor.is_meta:

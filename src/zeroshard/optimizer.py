@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "STATE_ELEMENTS",
     "build_optimizer",
     "check_parameters",
+    "is_outermost_step",
     "needs_whole",
     "rewire",
     "state_bytes",
@@ -253,3 +255,18 @@ def state_bytes(optimizer: Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()
     )
+
+
+def is_outermost_step(optimizer: Optimizer) -> bool:
+    """Asked by a step hook: the `step` it runs around is not called by another one, as by `super().step()`.
+
+    torch runs an optimizer's hooks around each `step` in the line of classes of which an instance was ever made.
+    The frames tell, and not a count, which a step that raises would leave wrong.
+    """
+    step = sys._getframe(2)  # torch's wrapper, which called the hook
+    frame = step.f_back
+    while frame is not None:
+        if frame.f_code is step.f_code and frame.f_locals.get("self") is optimizer:
+            return False
+        frame = frame.f_back
+    return True

@@ -78,10 +78,15 @@ class Trainables:
         """Take the gradients of what trains now, and look at what does from time to time; handles end it."""
         self._hook([entry for entry in self._entries if entry.parameter.requires_grad])
         self._look()
-        self._executor.on_path, self._update.on_step = self._look, self._before_step
+        self._executor.on_path, self._update.on_step = self._before_path, self._before_step
         self._update.who_trains = self._disagreement
         handles: list[Any] = [_Handles(self._hooks)]
         return handles
+
+    def _before_path(self) -> None:
+        self._update.conclude()
+        if torch.is_grad_enabled():
+            self._look()
 
     # ---- requires_grad ------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.buffers import FlatBuffer
 from zeroshard.comm import ballot, unanimous
 from zeroshard.errors import NonFiniteError, ScheduleError, StateError
 from zeroshard.finite import FiniteProbe
@@ -98,6 +99,8 @@ class Update:
         """Of which parameters require grad; equal on all ranks unless somebody set it on some of them."""
         self.who_trains: Callable[[], str] = str
         """The error when it is not, with the name of a parameter. A collective."""
+        self._changing: list[FlatBuffer] = []
+        """Buckets whose masters the optimizer at work changes."""
         self.requires_backward = False
         """A step that no backward came before is an error, and not nothing (`engine.step`)."""
         self._clipping, self._needs_norm, self._skips = clipping, needs_norm, skips
@@ -135,6 +138,7 @@ class Update:
                 "torch's GradScaler drives this step, and would decide on each rank alone whether to skip it. "
                 'Remove it: "fp16" or "torch_autocast" in the config brings a loss scale for all ranks.'
             )
+        self.conclude()
         if self.on_step is not None:
             self.on_step(optimizer)
         self._check_nothing_ignored()
@@ -168,6 +172,9 @@ class Update:
         coefficient = _coefficient(norm, self._clipping) if norm is not None and finite else 1.0
         weight = self._world / agreed.tokens if agreed.tokens else 1.0
         self.tiles.open(optimizer, self._trained, coefficient * weight)
+        # Ranks agreed on which parameters have a gradient; where none has, nothing changes.
+        pairs = zip(self._buffers, self._gradients, strict=True)
+        self._changing = [buffer for buffer, gradient in pairs if gradient is not None and gradient.had]
         self.last = StepResult(norm, coefficient, loss_scale=scale)
         self._in_a_row = 0
         self.loss_scale.update(overflow=False)
@@ -348,13 +355,16 @@ class Update:
 
     def after(self) -> None:
         """The optimizer has updated the masters."""
-        self.tiles.close()
-        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
-            # Ranks agreed on which parameters have a gradient; where none has, nothing changed.
-            if gradient is not None and gradient.had:
-                buffer.refresh()
+        self.conclude()
         self._executor.reduces.clear()
         self.open_window()
+
+    def conclude(self) -> None:
+        """Masters into the weights. An optimizer that raised, and was outlived, may have changed some as well: what
+        it left counts from the next forward or step on, on all ranks."""
+        self.tiles.close()
+        while self._changing:
+            self._changing.pop(0).refresh()
 
     def saw_backward(self, tokens: float | None) -> None:
         """A backward begins; with `tokens` it is weighted by them."""
@@ -390,6 +400,7 @@ class Update:
         self._probe.disarm()
         self.tiles.close()
         self._trained.clear()
+        self._changing.clear()
 
     def open_window(self) -> None:
         """No backward came yet; gradients from here on have the loss scale of now."""

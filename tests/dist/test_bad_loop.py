@@ -215,3 +215,38 @@ def test_weighted_and_unweighted_do_not_mix(ranks2: RankPool, stage: int, where:
     for kind, message in ranks2.run(mixed_weights, stage, where):
         assert kind == "StateError"
         assert "2 of the 4 backwards of this window, over all ranks, had `tokens`" in message
+
+
+class Failing(torch.optim.SGD):
+    """Raises when it has changed the masters."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.fails:
+            raise KeyError("as a test")
+        return result
+
+
+def outlived(rank: int, world: int, stage: int) -> float:
+    """What an optimizer did before it raised counts, alike on all ranks, as in plain PyTorch."""
+    pair = Pair.of(rank, world, stage, Net, lambda model: Failing(model.parameters(), lr=0.1))
+    worst = 0.0
+    for number in range(4):
+        pair.optimizer.fails = number == 1
+        loss = pair.engine(features(number, 0, rank)).square().mean()
+        pair.everybody(lambda net, at, number=number: net(features(number, 0, at)).square().mean())
+        pair.engine.backward(loss)
+        assert attempt(pair.engine.step)[0] == ("KeyError" if number == 1 else "nothing")
+        pair.update()
+        pair.engine.zero_grad()
+        with torch.no_grad():
+            difference = pair.engine(features(9, 0, 0)) - pair.reference(features(9, 0, 0))
+        worst = max(worst, float(difference.abs().max()), pair.distance())
+    return worst
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_that_raises(ranks2: RankPool, stage: int) -> None:
+    assert max(ranks2.run(outlived, stage)) <= 1e-6

@@ -485,3 +485,44 @@ def test_penalty_on_the_gradient_by_a_weight(ranks2: RankPool, stage: int, gathe
             assert kind == "ShardedAccessError"
             assert "'block.0.up.weight'" in message
             assert "engine.gathered" in message
+
+
+class Derived(torch.optim.AdamW):
+    """Torch runs the step hooks of this one twice, once an AdamW was made: around each `step` of the two classes.
+    What comes after the inner one is part of the step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for part in group["params"]:
+                if part.grad is not None:
+                    part.data.mul_(0.99)
+        return result
+
+
+def derived(model: nn.Module) -> torch.optim.Optimizer:
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    return Derived(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def stepped_by_a_subclass(rank: int, world: int, stage: int) -> tuple[float, int, int]:
+    """Weighted by tokens, one step skipped: whatever is done twice shows."""
+    pair = Pair.of(rank, world, stage, Net, derived)
+    for number in range(3):
+        bad = float("nan") if number == 1 else 1.0
+        loss = pair.engine(features(number, 0, rank)).square().mean() * bad
+        pair.engine.backward(loss, tokens=rank + 1)
+        pair.engine.step()
+        if number != 1:
+            pair.everybody(
+                lambda net, at, number=number: net(features(number, 0, at)).square().mean() * (at + 1) * 2 / 3
+            )
+            pair.update()
+    return pair.distance(), pair.engine.global_steps, pair.engine.skipped_steps
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_whose_step_calls_that_of_its_base(ranks2: RankPool, stage: int) -> None:
+    for error, steps, skipped in ranks2.run(stepped_by_a_subclass, stage):
+        assert error <= 1e-6
+        assert (steps, skipped) == (3, 1)

@@ -13,6 +13,7 @@ from pairs import STAGES, Pair, attempt
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.errors import ShardedAccessError
 from zeroshard.testing import RankPool
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -367,3 +368,58 @@ def tied(rank: int, world: int, stage: int) -> float:
 def test_tied_weights_stay_tied(ranks2: RankPool, stage: int) -> None:
     """D 52."""
     assert max(ranks2.run(tied, stage)) <= 1e-6
+
+
+def loaded_inside(rank: int, world: int, stage: int, modifier: int | None) -> float:
+    """Loading inside of `gathered`: it reaches shards and masters by itself, so it is no edit without a modifier."""
+    pair = trained(rank, world, stage)
+    state = pair.model.state_dict()
+    halved = {key: value / 2 if isinstance(value, Tensor) else value for key, value in state.items()}
+    with pair.engine.gathered(modifier_rank=modifier):
+        pair.model.load_state_dict(halved)
+        same(pair.model.state_dict(), halved)
+        with pytest.raises(ShardedAccessError, match="without modifier_rank"), pair.engine.gathered():
+            pair.model.scale.data.mul_(2)
+        pair.model.scale.data.div_(2)
+    pair.reference.load_state_dict(halved)
+    return pair.distance()
+
+
+@pytest.mark.parametrize("modifier", [None, 1])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_inside_of_gathered(ranks2: RankPool, stage: int, modifier: int | None) -> None:
+    assert ranks2.run(loaded_inside, stage, modifier) == [0.0, 0.0]
+
+
+def copied(rank: int, world: int, stage: int, precision: str) -> list[str]:
+    """A deep copy (an average of weights, a teacher) is a model of its own, while the engine is open and after."""
+    pair = Pair.of(rank, world, stage, Full, sgd, **PRECISIONS[precision])
+    with pair.engine.gathered():
+        twin = copy.deepcopy(pair.model)
+    weights = copy.deepcopy(twin.state_dict())
+    actions: list[Any] = []
+    loss = pair.engine(tokens(0, 0, rank))
+    pair.engine.executor.on_action = actions.append
+    if rank == 0:  # it gathers nothing, so it may run on one rank
+        twin(tokens(0, 0, 0)).backward()
+        same(twin.state_dict(), weights)
+        twin.zero_grad()
+    pair.engine.executor.on_action = None
+    pair.engine.backward(loss)
+    pair.engine.step()
+    other, *_ = zeroshard.initialize(model=twin, optimizer=sgd(twin), config=pair.engine.config)
+    pair.engine.close()
+    same(twin.state_dict(), weights)
+    twin.load_state_dict(weights)
+    other.backward(other(tokens(0, 0, rank)))
+    other.step()
+    if precision == "fp32":  # else its masters began with what 16 bits left of the weights
+        same(twin.state_dict(), pair.model.state_dict())
+    other.close()
+    twin(tokens(0, 0, rank))
+    return [str(action) for action in actions]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_copy_has_left_the_engine(ranks2: RankPool, stage: int, precision: str) -> None:
+    assert ranks2.run(copied, stage, precision) == [[], []]
