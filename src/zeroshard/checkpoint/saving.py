@@ -173,10 +173,8 @@ def _write(job: _Job, group: dist.ProcessGroup | None, began: float) -> None:
             job.saves.abandon(job.tag)
         what = f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}"
         raise told(failures, what) from failures
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # of torch.distributed; what a rank raised itself came as the above
+    except (RuntimeError, ValueError) as error:
+        # Of torch.distributed; what a rank raised itself came as the above.
         raise CheckpointError(
             f"checkpoint {job.tag!r} could not be saved in {job.saves.directory}: a rank was lost, or left before "
             f"all had written. What `latest` names is as before; the next save there clears up. ({error})"
