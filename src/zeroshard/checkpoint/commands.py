@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zeroshard.checkpoint.export import FORMATS, parse_size
 from zeroshard.checkpoint.export import export as export_weights
-from zeroshard.checkpoint.opening import open_checkpoint, tensors_of
+from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.storage import Reader
 from zeroshard.console import show_table
 from zeroshard.errors import CheckpointError
@@ -70,7 +70,7 @@ def _inspect(
 ) -> None:
     """List what is in a checkpoint: the run that wrote it, and every tensor's name, dtype, shape and size."""
     reader = open_checkpoint(checkpoint, tag)
-    tensors, extras = tensors_of(reader), reader.extras()
+    tensors, extras = reader.tensors(), reader.extras()
     rows = [
         (name, dtype_name(entry.properties.dtype), str(tuple(entry.size)), _nbytes(entry))
         for name, entry in tensors.items()

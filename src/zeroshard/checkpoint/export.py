@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zeroshard.checkpoint.files import sync_directory, write_small
-from zeroshard.checkpoint.opening import CheckpointReader, tensors_of
+from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def export(
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    tensors, extras = tensors_of(reader), reader.extras()
+    tensors, extras = reader.tensors(), reader.extras()
     aliases: dict[str, str] = extras["aliases"]
     saved = {
         name.removeprefix("model/"): tensor

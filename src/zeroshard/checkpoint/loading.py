@@ -25,8 +25,9 @@ from zeroshard.checkpoint.contents import (
 from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
-from zeroshard.checkpoint.opening import CheckpointReader, open_checkpoint, tensors_of
-from zeroshard.checkpoint.storage import INDEX, Reader
+from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.checkpoint.reading import CheckpointReader
+from zeroshard.checkpoint.storage import INDEX
 from zeroshard.checkpoint.together import together
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
@@ -67,7 +68,7 @@ def load(
 
     def open_it() -> tuple[CheckpointReader, dict[str, Any], Targets]:
         reader = open_checkpoint(directory, tag)
-        saved, extras = tensors_of(reader), reader.extras()
+        saved, extras = reader.tensors(), reader.extras()
         if custom is None:
             _check_names(engine, str(reader.directory), saved, extras, strict)
         else:
@@ -92,7 +93,7 @@ def load(
         _set_optimizer(engine, targets, extras)
     if not module_only:
         together(states, "load_checkpoint", lambda: restore_extras(engine, extras, scheduler_states))
-        state = reader.random_state(states.rank) if isinstance(reader, Reader) else None
+        state = reader.random_state(states.rank)
         if state is not None:
             set_random_state(engine, state)
     engine._update.open_window()  # with the loss scale that was loaded
@@ -163,7 +164,7 @@ def _load_by(
     def read() -> dict[str, torch.Tensor]:
         whole = {
             name.removeprefix("model/"): torch.empty(tensor.size, dtype=tensor.properties.dtype)
-            for name, tensor in tensors_of(reader).items()
+            for name, tensor in reader.tensors().items()
             if name.startswith("model/")
         }
         _read(reader, {f"model/{name}": tensor for name, tensor in whole.items()})

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.directory import Saves
+from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.checkpoint.storage import INDEX, Reader
 from zeroshard.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "open_checkpoint", "tensors_of"]
-
-
-CheckpointReader = Reader | DeepSpeedReader
-"""DCP StorageReaders of names as in `contents`, with `extras()` for what is no tensor."""
+__all__ = ["open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
@@ -38,9 +33,3 @@ def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Che
             f"`latest`){there}"
         )
     return Reader(saves.find(tag))
-
-
-def tensors_of(reader: CheckpointReader) -> dict[str, TensorStorageMetadata]:
-    """Everything that is a tensor, by name."""
-    entries = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}

@@ -41,11 +41,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zeroshard.checkpoint.directory import INDEX, Saves
 from zeroshard.checkpoint.files import BLOCK, CheckedReader, CheckedWriter, write_small
+from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name, dtype_of
 
@@ -319,29 +320,19 @@ def read_index(directory: Path) -> Index:
     )
 
 
-class Reader(StorageReader):
+class Reader(CheckpointReader):
     """Reads the boxes a load plan asks for, and verifies each block of bytes that it takes in."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self._directory = directory
         self.index = read_index(directory)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The directory stays."""
+    @property
+    def directory(self) -> Path:
+        return self._directory
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(dict(self.index.tensors))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Files are opened as they are read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[int, ReadItem]]] = {}

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zeroshard.checkpoint.deepspeed.contents import Contents, read_contents
 from zeroshard.checkpoint.deepspeed.files import tag_directory
 from zeroshard.checkpoint.deepspeed.values import Part, Value
 from zeroshard.checkpoint.deepspeed.whole import Order
+from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.checkpoint.views import boxes
 from zeroshard.errors import CheckpointError
 
@@ -50,7 +50,7 @@ class _Box:
         return self.part.read()[self.begin : self.begin + self.sizes.numel()].view(self.sizes)
 
 
-class DeepSpeedReader(StorageReader):
+class DeepSpeedReader(CheckpointReader):
     """Reads checkpoints of ZeRO stages 0 to 3, of BF16_Optimizer, and universal ones.
 
     model/<name>            parameters, of trained ones the fp32 masters; buffers
@@ -123,17 +123,6 @@ class DeepSpeedReader(StorageReader):
                 self.directory, with_optimizer=self._with_optimizer, order=self._order
             )
         return self._opened
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Everything is open."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with torch.no_grad():
