@@ -71,7 +71,7 @@ _HOME_OF = {
     "Init": ("zeroshard.construction", "Init"),
     "RepeatingLoader": ("zeroshard.data", "RepeatingLoader"),
     "StepResult": ("zeroshard.engine", "StepResult"),
-    "ZeroParamStatus": ("zeroshard.buffers", "Status"),
+    "ZeroParamStatus": ("zeroshard.guard", "Status"),
     "initialize": ("zeroshard.initialization", "initialize"),
     "load_pretrained": ("zeroshard.loading", "load_pretrained"),
     **{name: ("zeroshard.parameters", name) for name in __all__ if name.startswith("safe_")},

@@ -58,6 +58,7 @@ def build_engine(
     optimizer: OptimizerLike | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
+    engine_class: type[Engine] = Engine,
 ) -> Engine:
     """The engine over given collectives: what `initialize` does once it knows the world."""
     policy = policy_of(config, batch, groups.gather.size * groups.replicate.size)
@@ -100,7 +101,7 @@ def build_engine(
     update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
     trainables = Trainables(model, description.parameters, states, policy, update, boundary)
     full_state = FullState(states)
-    return Engine(
+    return engine_class(
         model,
         config=config,
         batch=batch,

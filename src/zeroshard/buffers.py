@@ -16,7 +16,6 @@ that storage, so they see the data again after the next gather, and no activatio
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,19 +26,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
 from zeroshard.errors import StateError
-from zeroshard.guard import fingerprint, sharded_class
+from zeroshard.guard import Status, fingerprint, sharded_class
 from zeroshard.layout import BucketLayout
 from zeroshard.streams import Lane
 
-__all__ = ["FlatBuffer", "Status", "Watcher"]
-
-
-class Status(enum.Enum):
-    """Of a bucket, and of each of its parameters; public under these names."""
-
-    NOT_AVAILABLE = "sharded"
-    INFLIGHT = "gather launched"
-    AVAILABLE = "gathered"
+__all__ = ["FlatBuffer", "Watcher"]
 
 
 TRANSITIONS = frozenset(
@@ -75,6 +66,19 @@ class _Home:
     @property
     def access(self) -> Any:
         return self.buffer.access
+
+    @property
+    def status(self) -> Status:
+        return self.buffer.status
+
+    @property
+    def number(self) -> int:
+        return (self.buffer.layout.index << 24) + self.index
+
+    @property
+    def piece(self) -> Tensor:
+        part = self.buffer.layout.piece(self.index, self.buffer.group.rank)
+        return self.buffer.shard[part.at : part.at + part.stop - part.start]
 
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import ballot, open_collectives, unanimous
 from zeroshard.errors import ShardedAccessError, StateError
-from zeroshard.guard import fingerprint, home_of, sharded_class
+from zeroshard.guard import Status, fingerprint, home_of, sharded_class
 
 __all__ = ["Cut", "Cuts", "can_cut", "trim_heap"]
 
@@ -59,6 +59,8 @@ class Cut:
     """One parameter's elements over the ranks of a group; see `guard.Home`."""
 
     buffer = None
+    status = Status.NOT_AVAILABLE
+    """As long as its class says that it is sharded."""
 
     def __init__(
         self, parameter: nn.Parameter, access: Cuts, name: str, dtype: torch.dtype | None, on_host: bool
@@ -68,7 +70,7 @@ class Cut:
         self.cls = type(parameter)
         self.shape = parameter.shape
         self.shards = access.size
-        self.serial = access.number()
+        self.number = access.number()
         """The order of creation."""
         self.claims = 0
         """Open `gathered` blocks."""
@@ -132,7 +134,7 @@ class Cuts:
         self._made = 0
         self._digest = 0
         self._open: OrderedDict[int, _Held] = OrderedDict()
-        """By serial, the one opened first in front. It holds what has no other holder any more, so that ranks whose
+        """By number, the one opened first in front. It holds what has no other holder any more, so that ranks whose
         garbage collectors run at different times still send the same."""
         self._open_bytes = 0
         self._freed_bytes = 0
@@ -176,7 +178,7 @@ class Cuts:
         return fresh
 
     def is_open(self, cut: Cut) -> bool:
-        return cut.serial in self._open
+        return cut.number in self._open
 
     def touch(self, cut: Cut, operation: str) -> None:
         """Open it, inside `zeroshard.Init`; ShardedAccessError elsewhere."""
@@ -203,11 +205,11 @@ class Cuts:
 
     def _opened(self, parameter: nn.Parameter, cut: Cut) -> None:
         cut.nbytes = parameter.nbytes
-        self._open[cut.serial] = parameter, cut
+        self._open[cut.number] = parameter, cut
         self._open_bytes += cut.nbytes
 
     def _closed(self, cut: Cut) -> None:
-        del self._open[cut.serial]
+        del self._open[cut.number]
         self._open_bytes -= cut.nbytes
         self._freed_bytes += cut.nbytes
         if self._freed_bytes > OPEN_BYTES:
@@ -223,7 +225,7 @@ class Cuts:
             if cut.claims:
                 continue
             if self._anywhere(_has_views(parameter)):
-                self._open.move_to_end(cut.serial)
+                self._open.move_to_end(cut.number)
                 tries -= 1
             else:
                 self._put_away(parameter, cut)
@@ -306,7 +308,7 @@ class Cuts:
         """Open inside the block; see `zero.GatheredParameters`. Every rank enters and leaves."""
         if modifier_rank is not None and not 0 <= modifier_rank < self.size:
             raise StateError(f"modifier_rank is {modifier_rank}; the group has ranks 0 to {self.size - 1}")
-        held = sorted(((p, home_of(p)) for p in params), key=lambda pair: pair[1].serial)
+        held = sorted(((p, home_of(p)) for p in params), key=lambda pair: pair[1].number)
         for parameter, cut in held:
             if self.is_open(cut) and not cut.claims:
                 self._keep(parameter, cut, 0)  # under Init: ranks may have drawn different values so far

@@ -68,7 +68,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config, self.policy, self.device = config, policy, device
+        self._config, self.policy, self.device = config, policy, device
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.training_dataloader: Any = None
         self.micro_steps = 0
@@ -227,7 +227,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         """The next `step()` updates the weights."""
         if self._forced is not None:
             return self._forced
-        if not self.config.managed_gradient_accumulation:
+        if not self._config.managed_gradient_accumulation:
             return True
         return self._window + 1 >= self._batch.accumulation_steps
 
@@ -275,7 +275,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
     def _begin_backward(self) -> None:
         """Stages 0 and 1 reduce when a step is due after this backward; 2 and 3 every time."""
         self._update.saw_backward(carried_tokens())
-        if not self.config.managed_gradient_accumulation:
+        if not self._config.managed_gradient_accumulation:
             due = False  # nobody knows; the step reduces what is there
         elif self._managed_backward or self._forced is not None:
             due = self.is_gradient_accumulation_boundary()
@@ -363,7 +363,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
 
     def announce(self) -> None:
         """Say what the run is going to do and to take: at level INFO, or printed with `dump_state`. Rank 0."""
-        self._progress.tell(summary(self), self.config.dump_state)
+        self._progress.tell(summary(self), self._config.dump_state)
         self._progress.tell_bill(self.memory())
 
     def deepspeed_io(
@@ -384,7 +384,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         size = batch_size or self._batch.micro_batch_size
         if size is None or data_sampler is not None:
             raise ConfigError(
-                f"{self.config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the "
+                f"{self._config.source}: training_data needs a batch size; add train_micro_batch_size_per_gpu, the "
                 f"samples of one forward on one rank"
                 if size is None
                 else "deepspeed_io makes its own sampler; with data_sampler= build a torch.utils.data.DataLoader"
@@ -395,7 +395,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             self._states.rank,
             self._states.world,
             shuffle=route == "train",
-            drop_last=self.config.dataloader_drop_last,
+            drop_last=self._config.dataloader_drop_last,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers,
             pin_memory=pin_memory,

@@ -13,6 +13,7 @@ fails, where a view of freed storage would crash the process.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import sys
 import types
@@ -29,6 +30,7 @@ __all__ = [
     "LEAF_MARK",
     "Home",
     "ShardedParameter",
+    "Status",
     "fingerprint",
     "has_engine",
     "home_of",
@@ -41,12 +43,25 @@ LEAF_MARK = "_zeroshard_leaf"
 """Of a module: whether it is one unit with all it contains, when its user has said so."""
 
 
+class Status(enum.Enum):
+    """Of a bucket, and of each of its parameters; public under these names."""
+
+    NOT_AVAILABLE = "sharded"
+    INFLIGHT = "gather launched"
+    AVAILABLE = "gathered"
+
+
 class Home(Protocol):
     """Where a parameter lives. Kept as the one private attribute on the parameter."""
 
     name: str
     shape: torch.Size
     shards: int
+    status: Status
+    number: int
+    """Which one it is, the same on all ranks."""
+    piece: Tensor
+    """This rank's elements of what the model computes with, 1-D, not a copy."""
     access: Any
     """Who gathers it for a `with` block: `access.gathered(parameters, modifier_rank)`."""
 
@@ -197,7 +212,39 @@ _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose elements are spread over ranks. Never constructed: it is a class parameters take on."""
+    """A parameter whose elements are spread over ranks. Never constructed: it is a class parameters take on.
+
+    The names with `ds_` are DeepSpeed's, for code that asks for them.
+    """
+
+    @property
+    def ds_id(self) -> int:
+        """A number of its own, the same on all ranks."""
+        return int(home_of(self).number)
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        shape: torch.Size = home_of(self).shape
+        return shape
+
+    @property
+    def ds_numel(self) -> int:
+        return self.ds_shape.numel()
+
+    @property
+    def ds_status(self) -> Status:
+        status: Status = home_of(self).status
+        return status
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's elements, 1-D, not a copy."""
+        piece: Tensor = home_of(self).piece
+        return piece
+
+    def partition_numel(self) -> int:
+        """Elements of one rank's part, rounded up."""
+        return -(-self.ds_numel // int(home_of(self).shards))
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -41,6 +41,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    engine_class: type[Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, TrainingLoader | None, Any]:
     """Make an engine that trains `model` with ZeRO as `config` says.
 
@@ -55,6 +56,7 @@ def initialize(
             update by `engine.step()`.
         collate_fn: for that loader.
         config: the DeepSpeed config: a dict, a path, or JSON text. `config_params` is its old name.
+        engine_class: what to make: `Engine`, or a class of your own that adds methods to it.
 
     Returns:
         `(engine, optimizer, loader, scheduler)`; the last three are None where there is none. The optimizer
@@ -89,7 +91,7 @@ def initialize(
     _check_same_on_all_ranks(model, policy, world)
     groups = open_groups(policy, world)
     engine = build_engine(
-        model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler
+        model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler, engine_class
     )
     engine.announce()
     if training_data is not None:

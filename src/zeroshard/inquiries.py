@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from zeroshard.access import Access
     from zeroshard.boundary import Boundary
-    from zeroshard.buffers import Status
     from zeroshard.config import BatchPlan, Config
     from zeroshard.executor import Executor
+    from zeroshard.guard import Status
     from zeroshard.layout import Layout
     from zeroshard.policy import Policy
     from zeroshard.schedule import Schedule
@@ -34,7 +34,7 @@ __all__ = ["Inquiries"]
 class Inquiries:
     """A base of `Engine`."""
 
-    config: Config
+    _config: Config
     policy: Policy
     optimizer: Optimizer | None
     _batch: BatchPlan
@@ -43,6 +43,11 @@ class Inquiries:
     _states: States
     _access: Access
     _executor: Executor
+
+    @property
+    def config(self) -> Config:
+        """The config that was given, parsed: every key, with its default where it was left out."""
+        return self._config
 
     # ---- steps --------------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class Inquiries:
 
     def scheduler_name(self) -> str | None:
         """`scheduler.type` of the config."""
-        return self.config.scheduler.type
+        return self._config.scheduler.type
 
     # ---- precision ----------------------------------------------------------------------------------
 
@@ -134,17 +139,17 @@ class Inquiries:
         return self._update.loss_scale.is_dynamic
 
     def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
+        return self._config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
+        return self._config.bf16.enabled
 
     def torch_autocast_enabled(self) -> bool:
-        return self.config.torch_autocast.enabled
+        return self._config.torch_autocast.enabled
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(what the model computes in, what gradients are accumulated in)."""
-        names = (self.config.compute_dtype, self.config.grad_accum_dtype)
+        names = (self._config.compute_dtype, self._config.grad_accum_dtype)
         compute, accumulate = (dtype_of(DTYPES[name]) for name in names)
         return compute, accumulate
 
@@ -159,16 +164,16 @@ class Inquiries:
 
     def gradient_clipping(self) -> float:
         """Largest global norm; 0 is no clipping."""
-        return self.config.gradient_clipping
+        return self._config.gradient_clipping
 
     def steps_per_print(self) -> int | None:
-        return self.config.steps_per_print
+        return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        return self.config.wall_clock_breakdown
+        return self._config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
-        return self.config.memory_breakdown
+        return self._config.memory_breakdown
 
     # ---- what happens -------------------------------------------------------------------------------
 

@@ -163,14 +163,14 @@ class BucketLayout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What shard `rank` holds of each slot, in slot order; zero elements where it holds none."""
-        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        pieces = []
-        for slot in self.slots:
-            start = min(max(low - slot.offset, 0), slot.numel)
-            stop = max(min(high - slot.offset, slot.numel), start)
-            at = slot.offset + start - low if stop > start else 0
-            pieces.append(Piece(slot=slot, start=start, stop=stop, at=at))
-        return tuple(pieces)
+        return tuple(self.piece(index, rank) for index in range(len(self.slots)))
+
+    def piece(self, index: int, rank: int) -> Piece:
+        """What shard `rank` holds of slot `index`."""
+        slot, low, high = self.slots[index], rank * self.shard_numel, (rank + 1) * self.shard_numel
+        start = min(max(low - slot.offset, 0), slot.numel)
+        stop = max(min(high - slot.offset, slot.numel), start)
+        return Piece(slot=slot, start=start, stop=stop, at=slot.offset + start - low if stop > start else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

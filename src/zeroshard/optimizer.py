@@ -26,6 +26,7 @@ __all__ = [
     "ELEMENTWISE",
     "STATE_ELEMENTS",
     "build_optimizer",
+    "can_fuse",
     "check_parameters",
     "is_outermost_step",
     "needs_whole",
@@ -68,6 +69,11 @@ STATE_ELEMENTS: Mapping[str, float] = {
     "Adagrad": 1,
     "Lamb": 2,
     "Lion": 1,
+    "DeepSpeedCPUAdagrad": 1,
+    "DeepSpeedCPUAdam": 2,
+    "FusedAdam": 2,
+    "FusedLamb": 2,
+    "FusedLion": 1,
 }
 """Optimizer state per parameter element, where it does not depend on options."""
 
@@ -100,7 +106,7 @@ def build_optimizer(
     if cls is optimizers.Muon:
         rates = {key: options.pop(key, None) for key in ("muon_lr", "adam_lr")}
         parameters = optimizers.muon_groups(parameters, name_of, lr=options.get("lr"), **rates)
-    if _can_fuse(cls, options, parameters):
+    if can_fuse(cls, options, parameters):
         options.setdefault("fused", True)
     try:
         optimizer: Optimizer = cls(parameters, **options)
@@ -132,7 +138,7 @@ def _class_of(name: str) -> type[Optimizer]:
     )
 
 
-def _can_fuse(cls: type[Optimizer], options: Mapping[str, Any], parameters: list[Any]) -> bool:
+def can_fuse(cls: type[Optimizer], options: Mapping[str, Any], parameters: list[Any]) -> bool:
     """Whether torch's fused kernel can be the default. Adagrad's runs on the CPU alone before torch 2.12."""
     if {"foreach", "capturable"} & set(options) or options.get("differentiable"):
         return False

@@ -14,7 +14,7 @@ __all__ = ["summary"]
 
 def summary(engine: Any) -> str:
     """Stage, ranks, sizes, dtypes, batch, optimizer, schedule, clipping and loss scale of an engine."""
-    policy, config = engine.policy, engine.config
+    policy, config = engine.policy, engine._config
     rows = {
         "ZeRO stage": f"{policy.stage} on {policy.world} rank(s) of {engine.device.type}"
         + (f": {policy.axes}" if policy.axes else ""),
@@ -34,7 +34,7 @@ def summary(engine: Any) -> str:
 
 
 def _dtypes(engine: Any) -> str:
-    config = engine.config
+    config = engine._config
     precision = Precision.of(config)
     wide = engine.policy.wide_masters
     if precision.autocast is not None:
@@ -89,9 +89,9 @@ def _not_finite(engine: Any) -> str:
     scale = engine.loss_scale()
     if engine.dynamic_loss_scale():
         return f"a step with such gradients is skipped; dynamic loss scale, now {scale:g}"
-    if engine.config.bf16.enabled and not engine.config.bf16.check_grad_overflow:
+    if engine._config.bf16.enabled and not engine._config.bf16.check_grad_overflow:
         return "applied with a warning (bf16.check_grad_overflow is false)"
-    if engine.config.compute_dtype == "fp32" and scale == 1.0 and not _knows_norm(engine.config):
+    if engine._config.compute_dtype == "fp32" and scale == 1.0 and not _knows_norm(engine._config):
         return "not looked at, since compute_grad_norm is false"
     fixed = f"; static loss scale {scale:g}" if scale != 1.0 else ""
     return f"a step with such gradients is skipped, 10 in a row are an error{fixed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,11 @@ class World:
     """None when there is one process and no group."""
 
 
-def join() -> World:
+def join(backend: str | None = None, timeout: timedelta | None = None) -> World:
     """Join the run: the group that exists, else the one torchrun's environment describes, else alone.
 
-    Raises CommError when the environment says there are several processes but not how to meet them.
+    A group that is made is of `backend`, by default the device's own, with `timeout`, by default torch's. Raises
+    CommError when the environment says there are several processes but not how to meet them.
     """
     if dist.is_available() and dist.is_initialized():
         return _of_group("the torch.distributed process group")
@@ -46,10 +48,10 @@ def join() -> World:
     present = [name for name in _TORCHRUN if name in env]
     if len(present) == len(_TORCHRUN):
         device = _local_device(env)
-        backend = dist.get_default_backend_for_device(device)
+        backend = backend or dist.get_default_backend_for_device(device)
         if device.index is not None:
             torch.accelerator.set_device_index(device.index)
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
         return _of_group("WORLD_SIZE in the environment")
     _refuse_half_a_launch(env, present)
     return World(

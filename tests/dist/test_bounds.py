@@ -17,7 +17,7 @@ from test_properties import Drawn, Shape, batch, shapes
 from torch import Tensor
 
 import zeroshard
-from zeroshard.buffers import Status
+from zeroshard.guard import Status
 from zeroshard.testing import FP32_TOLERANCE, RankPool
 from zeroshard.testing.parity import SMALLEST_SCALE
 from zeroshard.trace import Action, Kind

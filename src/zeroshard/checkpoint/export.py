@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import warnings
@@ -23,7 +22,7 @@ from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.errors import CheckpointError
 
-__all__ = ["FORMATS", "Export", "export", "parse_size", "write_weights"]
+__all__ = ["FORMATS", "Export", "export", "parse_size", "read_weights", "write_weights"]
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "pt": ("pytorch_model", ".bin")}
 """Of each format: what Hugging Face calls its files."""
@@ -55,6 +54,7 @@ def export(
     dtype: torch.dtype | None = torch.float32,
     max_shard_size: int = 5 * 10**9,
     format: str = "safetensors",
+    trained_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
     """Write the model's weights to the directory `out`.
@@ -63,6 +63,7 @@ def export(
         dtype: of floating-point parameters; None keeps what the checkpoint has. Buffers keep theirs.
         max_shard_size: bytes per file, exceeded only by a tensor that is larger; also about the memory this takes.
         format: "safetensors", or "pt" for files of `torch.save`.
+        trained_only: leave out parameters that no optimizer has.
         progress: called with (bytes written, bytes in all) after each file.
 
     Files have Hugging Face's names, with an index where there are several, and `config.json` when the model has
@@ -74,27 +75,14 @@ def export(
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    tensors, extras = reader.tensors(), reader.extras()
-    aliases: dict[str, str] = extras["aliases"]
-    saved = {
-        name.removeprefix("model/"): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("model/") and name.removeprefix("model/") not in aliases
-    }
-    kept = set(extras["buffers"])
-    dtypes = {
-        name: dtype
-        if dtype is not None and name not in kept and tensor.properties.dtype.is_floating_point
-        else tensor.properties.dtype
-        for name, tensor in saved.items()
-    }
-    sizes = {name: math.prod(tensor.size) * dtypes[name].itemsize for name, tensor in saved.items()}
+    extras = reader.extras()
+    saved, aliases = _saved(reader, dtype, trained_only)
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in saved.items()}
     parts = list(_parts(sizes, max_shard_size))
     names = _file_names(format, len(parts))
-    aliases = {alias: name for alias, name in aliases.items() if name in saved}
     done, total = 0, sum(sizes.values())
     for file, part in zip(names, parts, strict=True):
-        whole = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in part}
+        whole = {name: torch.empty_like(saved[name], device="cpu") for name in part}
         _fill(reader, whole)
         _write(out / file, whole, {alias: name for alias, name in aliases.items() if name in whole})
         done += sum(sizes[name] for name in part)
@@ -108,6 +96,39 @@ def export(
         write_small(out / file, text.encode())
     sync_directory(out)
     return Export(tuple(out / file for file in names), len(saved), total)
+
+
+def read_weights(
+    reader: CheckpointReader, *, dtype: torch.dtype | None = torch.float32, trained_only: bool = False
+) -> dict[str, Tensor]:
+    """All weights and buffers as whole tensors on the CPU, parameters in `dtype`; tied names share one tensor.
+
+    `trained_only` leaves out parameters that no optimizer has. Raises CheckpointError when the checkpoint is
+    damaged.
+    """
+    saved, aliases = _saved(reader, dtype, trained_only)
+    weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in saved.items()}
+    _fill(reader, weights)
+    return {**weights, **{alias: weights[name] for alias, name in aliases.items() if name in weights}}
+
+
+def _saved(
+    reader: CheckpointReader, dtype: torch.dtype | None, trained_only: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name: how it is written, on `meta`) and (tied name: name) of the model's tensors."""
+    extras = reader.extras()
+    aliases: dict[str, str] = extras["aliases"]
+    buffers = set(extras["buffers"])
+    trained = {name for group in extras["param_groups"] for name in group["params"]}
+    saved = {}
+    for path, entry in reader.tensors().items():
+        name = path.removeprefix("model/")
+        wanted = not trained_only or name in buffers or name in trained
+        if path.startswith("model/") and name not in aliases and wanted:
+            own = entry.properties.dtype
+            cast = dtype is not None and name not in buffers and own.is_floating_point
+            saved[name] = torch.empty(entry.size, dtype=dtype if cast else own, device="meta")
+    return saved, {alias: name for alias, name in aliases.items() if name in saved}
 
 
 def _parts(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

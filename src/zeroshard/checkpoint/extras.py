@@ -72,7 +72,7 @@ def gather_extras(
             "buffers": [*persistent_buffers(engine.module)],
             "hugging_face": hugging_face_files(engine.module),
             "base": None if base is None else dict(base),
-            "config": engine.config.model_dump_json(exclude_unset=True),
+            "config": engine._config.model_dump_json(exclude_unset=True),
             **facts_of(engine),
         },
         "the state of the learning-rate scheduler, the loader or an optimizer option",

@@ -32,7 +32,7 @@ class Checkpoints:
     """A base of `Engine`."""
 
     module: nn.Module
-    config: Config
+    _config: Config
     policy: Policy
     device: torch.device
     optimizer: Optimizer | None

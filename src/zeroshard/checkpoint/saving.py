@@ -70,7 +70,7 @@ class Saver:
         """See `Checkpoints.save_checkpoint`."""
         began = time.monotonic()
         self.wait()
-        states, options = engine._states, engine.config.checkpoint
+        states, options = engine._states, engine._config.checkpoint
         tag = tag if tag is not None else f"global_step{engine._update.attempted}"
         tag = _agreed(states, tag, options.tag_validation)
         saves = Saves(directory)

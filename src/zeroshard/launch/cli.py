@@ -15,14 +15,9 @@ from typing import Annotated, NamedTuple
 import typer
 
 import zeroshard
-from zeroshard.errors import ConfigError, ZeroShardError
+from zeroshard.console import run_typer
 
 __all__ = ["app", "main"]
-
-# The common base of everything the parser raises. Typer has it from click, or from its own copy of click.
-_CommandLineError: type[Exception] = next(
-    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
-)
 
 app = typer.Typer(
     name="zeroshard",
@@ -137,17 +132,4 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        status = app(words or ["--help"], prog_name="zeroshard", standalone_mode=False)
-    except ConfigError as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        return 2
-    except ZeroShardError as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        return 1
-    except typer.Abort:
-        return 130
-    except _CommandLineError as error:
-        print(f"zeroshard: {getattr(error, 'format_message', error.__str__)()}", file=sys.stderr)
-        return 2
-    return status if isinstance(status, int) else 0
+    return run_typer(app, "zeroshard", words or ["--help"])

@@ -1,0 +1,290 @@
+"""`deepspeed.initialize` and the engine it returns: zeroshard's, with the members that only DeepSpeed's has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+import zeroshard
+from zeroshard.compat.comm import get_local_rank, init_distributed
+from zeroshard.compat.messages import log_dist
+from zeroshard.compat.parameters import mark, unmark
+from zeroshard.config import Config
+from zeroshard.config.scalars import plain
+from zeroshard.engine import Engine
+from zeroshard.errors import NotYetError
+from zeroshard.mixed_precision import DTYPES
+from zeroshard.precision import dtype_of
+
+__all__ = ["DeepSpeedEngine", "initialize"]
+
+
+class DeepSpeedEngine(Engine):
+    """`zeroshard.Engine` as DeepSpeed's clients know it."""
+
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    mpu: Any = None
+    loaded_checkpoint_dp_world_size: int | None = None
+    loaded_checkpoint_mp_world_size: int | None = None
+    enable_backward_allreduce = True
+    gradient_average = True
+    mp_world_size = sequence_parallel_size = 1
+
+    def __init__(self, module: nn.Module, **parts: Any) -> None:
+        super().__init__(module, **parts)
+        self._given_config = self._config.raw
+        if self.optimizer is not None:
+            # For clients that look there: Hugging Face holds its own scheduler back when a step was skipped.
+            vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
+            if self.policy.stage >= 3:
+                vars(self.optimizer)["parameter_offload"] = _ParameterOffload(self)
+            self.optimizer.register_step_post_hook(self._tell_overflow)
+        if self.policy.stage >= 3:
+            mark(self.module.parameters())
+
+    def _tell_overflow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        vars(optimizer)["overflow"] = not self.was_step_applied()
+
+    @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """The config as it was given, a dict."""
+        return self._given_config
+
+    def close(self) -> None:
+        """See `zeroshard.Engine.close`."""
+        super().close()
+        unmark(self.module.parameters())
+
+    destroy = close
+
+    # ---- who is who ---------------------------------------------------------------------------------
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        return self.optimizer
+
+    @property
+    def local_rank(self) -> int:
+        return get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        return self._states.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._states.world
+
+    dp_world_size = seq_dp_world_size = world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    seq_data_parallel_group = data_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._states.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_parallel_rank = get_sequence_parallel_rank = get_model_parallel_rank
+
+    # ---- the loop -----------------------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Free every weight that is gathered and not in use, and the allocator's cache."""
+        self._executor.end_step()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device.type).empty_cache()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise NotYetError("engine.offload_states(): offload is planned and not there yet")
+
+    reload_states = offload_states
+
+    # ---- checkpoints --------------------------------------------------------------------------------
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
+        path, state = super().load_checkpoint(*args, **kwargs)
+        return path, None if path is None else state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        **_: Any,
+    ) -> None:
+        """Load `checkpoint["module"]` into the module. All ranks call it."""
+        weights = checkpoint.get("module", checkpoint)
+        if custom_load_fn is None:
+            self.module.load_state_dict(weights, strict=strict)
+            return
+        with self.gathered(modifier_rank=0):
+            custom_load_fn(src=weights, dst=self.module)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """The whole state dict, on the CPU, on rank 0; None elsewhere. All ranks call it."""
+        state = self.full_state_dict()
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state if self._states.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    # ---- settings -----------------------------------------------------------------------------------
+
+    def optimizer_params(self) -> dict[str, Any]:
+        params: dict[str, Any] = plain(self._config.optimizer.params)
+        return params
+
+    def scheduler_params(self) -> dict[str, Any]:
+        params: dict[str, Any] = plain(self._config.scheduler.params)
+        return params
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.policy.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.policy.stage >= 3
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return False
+
+    zero_cpu_offload = zero_nvme_offload_optimizer = zero_partial_offload = zero_use_cpu_optimizer
+    amp_enabled = elasticity_enabled = flops_profiler_enabled = autotuning_enabled = zero_use_cpu_optimizer
+    random_ltd_enabled = curriculum_learning_enabled = data_efficiency_enabled = zero_use_cpu_optimizer
+
+    def autotp_size(self) -> int:
+        return 1
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        name = self._config.torch_autocast.dtype
+        return None if name is None else dtype_of(DTYPES[name])
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        return dtype_of(DTYPES[self._config.reduce_dtype])
+
+    def initial_dynamic_scale(self) -> float:
+        return float(2**self._config.fp16.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        fp16 = self._config.fp16
+        return {
+            "init_scale": 2**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """DeepSpeed's getters of single keys: `zero_<key>()` and the names of `_SETTINGS`."""
+        if name in _SETTINGS:
+            return lambda: _value_at(self._config, _SETTINGS[name])
+        if name.startswith("zero_"):
+            section, key = self._config.zero_optimization, name.removeprefix("zero_")
+            for spelling in (key, f"stage3_{key}"):
+                if spelling in type(section).model_fields:
+                    return lambda: getattr(section, spelling)
+        return super().__getattr__(name)
+
+
+_SETTINGS = {
+    "aio_config": "aio",
+    "checkpoint_tag_validation_enabled": "checkpoint.tag_validation",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "log_level": "log_level",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+}
+
+
+def _value_at(config: Config, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+class _ParameterOffload:
+    """Where TRL looks for DeepSpeed's hooks, to take them off before it generates: there are none to take off.
+
+    It gathers all weights first, and while they are here the engine's own hooks do nothing.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.module = engine.module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Nothing to do."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
+    """`zeroshard.initialize` with DeepSpeed's arguments and engine.
+
+    `config` wins over `config_params` and over `args.deepspeed_config`. `mpu` and `mesh_param` are for model
+    parallelism, which is not there yet: only a size of 1 is accepted.
+    """
+    if mesh_param is not None and mesh_param[1] != 1:
+        raise NotYetError(f"mesh_param={mesh_param}: sequence parallelism is planned and not there yet")
+    if mpu is not None and mpu.get_model_parallel_world_size() != 1:
+        raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
+    if dist_init_required is not None or not dist.is_initialized():
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    given = config if config is not None else config_params
+    engine, made, loader, scheduler = zeroshard.initialize(
+        None if given is not None else args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn=collate_fn,
+        config=given,
+        engine_class=DeepSpeedEngine,
+    )
+    assert isinstance(engine, DeepSpeedEngine)
+    engine.client_optimizer, engine.client_lr_scheduler, engine.mpu = optimizer, lr_scheduler, mpu
+    log_dist(
+        f"DeepSpeed info: version={zeroshard.compat.VERSION}, zeroshard {zeroshard.__version__}", ranks=[0]
+    )
+    return engine, made, loader, scheduler

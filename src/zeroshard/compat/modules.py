@@ -1,0 +1,112 @@
+"""Modules `deepspeed.*`, made from the table of names when they are imported.
+
+A module's names are looked up when they are used, so that importing costs nothing. A name that the table does not
+have, of a part of DeepSpeed that zeroshard does not have, is a class that can be imported, subclassed and asked for
+with `isinstance`, and says where to go when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from zeroshard.compat.names import ABSENT, COMMANDS, MODULES
+from zeroshard.errors import NotYetError
+
+__all__ = ["fill", "resolve"]
+
+ROOT = "deepspeed"
+
+
+def resolve(home: str) -> Any:
+    """What `module:attribute` names; `module` alone is the module."""
+    path, _, attribute = home.partition(":")
+    module = importlib.import_module(path)
+    return getattr(module, attribute) if attribute else module
+
+
+def fill(name: str, namespace: dict[str, Any]) -> None:
+    """Give a module of this name its lazy names."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+    homes = MODULES.get(name, {})
+
+    def get(attribute: str) -> Any:
+        if attribute in homes:
+            value = resolve(homes[attribute])
+        elif _exists(f"{name}.{attribute}"):
+            value = importlib.import_module(f"{name}.{attribute}")
+        elif (reason := reason_for(f"{name}.{attribute}")) and not attribute.startswith("__"):
+            value = absent(name, attribute, reason)
+        else:
+            near = get_close_matches(attribute, homes, n=1)
+            raise AttributeError(
+                f"module {name!r} of zeroshard's stand-in for deepspeed has no attribute {attribute!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        namespace[attribute] = value
+        return value
+
+    namespace["__getattr__"] = get
+    namespace["__dir__"] = lambda: sorted({*homes, *_children(name)})
+    namespace["__all__"] = sorted(homes)
+
+
+def reason_for(path: str) -> str | None:
+    """Why zeroshard does not have what DeepSpeed has at `path`, where to go; None when nothing is known of it."""
+    while path:
+        if path in ABSENT:
+            return ABSENT[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def absent(module: str, name: str, reason: str) -> type:
+    """A class that stands for something that is not there."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise NotYetError(f"{module}.{name} is not in zeroshard: {reason}")
+
+    return type(name, (), {"__module__": module, "__doc__": f"Not there: {reason}", "__new__": refuse})
+
+
+def _exists(name: str) -> bool:
+    return name in MODULES or name in ABSENT or bool(_children(name))
+
+
+def _children(name: str) -> set[str]:
+    prefix = f"{name}."
+    return {path[len(prefix) :].split(".")[0] for path in (*MODULES, *ABSENT) if path.startswith(prefix)}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every `deepspeed.*` that the tables know of, also inside a part that is absent as a whole."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{ROOT}.") or not (_exists(name) or reason_for(name)):
+            return None
+        return ModuleSpec(name, self, origin="zeroshard.compat.names", is_package=name not in COMMANDS)
+
+    def exec_module(self, module: ModuleType) -> None:
+        fill(module.__name__, module.__dict__)
+
+    def get_code(self, name: str) -> CodeType | None:
+        """For `python -m deepspeed.checkpoint.ds_to_universal` and its like."""
+        command = COMMANDS.get(name)
+        if command is None:
+            return None
+        call = f"import sys; from zeroshard.compat.modules import resolve; sys.exit(resolve({command!r})())"
+        return compile(call, f"<{name}>", "exec")
+
+
+def names_of(modules: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """(module, name, home) of every entry."""
+    return [(module, name, home) for module, names in modules.items() for name, home in names.items()]
