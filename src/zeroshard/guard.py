@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ShardedAccessError
@@ -247,7 +248,7 @@ class ShardedParameter(nn.Parameter):
         return -(-self.ds_numel // int(home_of(self).shards))
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # as torch.compiler.disable, but dynamo is not imported before it is called: a second of CPU
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -305,9 +306,9 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
 
 
 def _makes_parameter() -> bool:
-    """The guard was asked by `nn.Parameter(...)`, through the wrapper that keeps it out of compiled code."""
+    """The guard was asked by `nn.Parameter(...)`, through the wrappers that keep it out of compiled code."""
     frame = sys._getframe(1).f_back
-    for _ in range(4):
+    for _ in range(5):
         if frame is None or frame.f_code is _MAKES_PARAMETER:
             break
         frame = frame.f_back

@@ -17,6 +17,7 @@ from models import Block, Odd, features, tokens
 from pairs import attempt, config
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import zeroshard
 from zeroshard import assembly, cut
@@ -443,7 +444,7 @@ def live_bytes() -> int:
         storages = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
             for t in gc.get_objects()
-            if issubclass(type(t), Tensor)
+            if issubclass(type(t), Tensor) and not isinstance(t, FakeTensor)  # left by a compilation before
         }
     return sum(storages.values())
 

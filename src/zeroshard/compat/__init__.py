@@ -48,11 +48,11 @@ def activate() -> None:
     """
     directory = str(standin_directory())
     imported = sys.modules.get("deepspeed")
-    origin = getattr(imported, "__file__", None)
-    if imported is not None and (origin is None or not origin.startswith(directory)):
+    if imported is not None and getattr(imported, "__version__", None) != VERSION:
         raise ZeroShardError(
-            f"deepspeed is imported already, from {origin}; the stand-in cannot take its place any more. Import "
-            f"zeroshard.compat.deepspeed first, or start the script with `zeroshard run --as-deepspeed`"
+            f"deepspeed is imported already, from {getattr(imported, '__file__', None)}; the stand-in cannot take "
+            f"its place any more. Import zeroshard.compat.deepspeed first, or start the script with "
+            f"`zeroshard run --as-deepspeed`"
         )
     if directory not in sys.path:
         sys.path.insert(0, directory)

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from zeroshard.compat.names import ABSENT, COMMANDS, MODULES
+from zeroshard.compat.names import ABSENT, ABSENT_NAMES, COMMANDS, MODULES
 from zeroshard.errors import NotYetError
 
 __all__ = ["fill", "resolve"]
@@ -60,6 +60,8 @@ def fill(name: str, namespace: dict[str, Any]) -> None:
 
 def reason_for(path: str) -> str | None:
     """Why zeroshard does not have what DeepSpeed has at `path`, where to go; None when nothing is known of it."""
+    if path in ABSENT_NAMES:
+        return ABSENT_NAMES[path]
     while path:
         if path in ABSENT:
             return ABSENT[path]

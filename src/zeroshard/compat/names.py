@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ABSENT", "COMMANDS", "MODULES"]
+__all__ = ["ABSENT", "ABSENT_NAMES", "COMMANDS", "MODULES"]
 
 
 def _at(home: str, *names: str, **renamed: str) -> dict[str, str]:
@@ -287,23 +287,14 @@ _KERNELS = "zeroshard has no kernels of its own; use torch's (scaled_dot_product
 _INSIDE = "it is an internal of DeepSpeed; docs/migrate.md has what there is instead"
 
 ABSENT: Mapping[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
-    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
-    "deepspeed.DeepSpeedTransformerConfig": _KERNELS,
-    "deepspeed.DeepSpeedTransformerLayer": _KERNELS,
-    "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.PipelineEngine": _LATER,
-    "deepspeed.PipelineModule": _LATER,
     "deepspeed.autotuning": "out of scope; `zeroshard estimate` and `zeroshard explain` tell what a setting costs",
     "deepspeed.checkpoint": _INSIDE,
     "deepspeed.compile": "DeepCompile is out of scope; engine.compile() compiles with torch.compile",
     "deepspeed.compression": _COMPRESSION,
     "deepspeed.datastates": _INSIDE,
-    "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.domino": _LATER,
     "deepspeed.elasticity": "use `zeroshard run --num_nodes MIN:MAX --max_restarts N`; checkpoints open anywhere",
     "deepspeed.inference": _INFERENCE,
-    "deepspeed.init_inference": _INFERENCE,
     "deepspeed.io": _INSIDE,
     "deepspeed.launcher": _INSIDE,
     "deepspeed.linear": "use PEFT: zeroshard trains its adapters at every stage",
@@ -323,8 +314,22 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel": _LATER,
     "deepspeed.runtime.tensor_parallel": _LATER,
     "deepspeed.sequence": _LATER,
-    "deepspeed.set_autotp_mode": _LATER,
-    "deepspeed.tp_model_init": _LATER,
     "deepspeed.utils": _INSIDE,
 }
-"""A part of DeepSpeed that zeroshard does not have, with all below it: why, and where to go."""
+"""Modules of DeepSpeed of which zeroshard has nothing, or nothing but what MODULES names, with all below them: why,
+and where to go."""
+
+ABSENT_NAMES: Mapping[str, str] = {
+    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
+    "deepspeed.DeepSpeedTransformerConfig": _KERNELS,
+    "deepspeed.DeepSpeedTransformerLayer": _KERNELS,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.PipelineEngine": _LATER,
+    "deepspeed.PipelineModule": _LATER,
+    "deepspeed.default_inference_config": _INFERENCE,
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.set_autotp_mode": _LATER,
+    "deepspeed.tp_model_init": _LATER,
+}
+"""The same of single names of a module."""
