@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from zeroshard.construction import Init
 from zeroshard.errors import ModelError, ShardedAccessError
 from zeroshard.guard import LEAF_MARK, has_engine, home_of
+from zeroshard.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "get_z3_leaf_modules",
     "register_external_parameter",
     "set_z3_leaf_module",

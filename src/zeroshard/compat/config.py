@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroshard.config import parse, resolve_batch
-from zeroshard.errors import ConfigError
 
 __all__ = ["DeepSpeedConfig"]
 
@@ -51,6 +50,3 @@ class DeepSpeedConfig:
         if name == "_config":
             raise AttributeError(name)
         return getattr(self._config, name)
-
-
-DeepSpeedConfigError = ConfigError

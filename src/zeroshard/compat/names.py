@@ -66,6 +66,7 @@ _PARTITION = {
     **_at("zeroshard.zero", "Init", "register_external_parameter", "unregister_external_parameter"),
     **_at(_PARAMETERS, "GatheredParameters", "ZeroParamStatus", "ZeroParamType"),
 }
+_TILES = _at("zeroshard.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
 _ZERO2_ESTIMATES = tuple(
     f"estimate_zero2_model_states_mem_needs{end}" for end in ("", "_all_live", "_all_cold")
 )
@@ -186,11 +187,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "send",
     ),
     "deepspeed.constants": _at(_RUNTIME, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
-    "deepspeed.env_report": _at("zeroshard.compat.commands", cli_main="ds_report", main="ds_report"),
+    "deepspeed.env_report": _at("zeroshard.launch.deepspeed_commands", cli_main="ds_report", main="ds_report"),
     "deepspeed.launcher.constants": _at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME"),
     "deepspeed.launcher.runner": {
         **_at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE"),
-        **_at("zeroshard.compat.commands", main="deepspeed"),
+        **_at("zeroshard.launch.deepspeed_commands", main="deepspeed"),
     },
     "deepspeed.monitor.monitor": _at(_RUNTIME, "MonitorMaster"),
     "deepspeed.ops": {"__compatible_ops__": f"{_OPTIMIZERS}:compatible_ops"},
@@ -235,7 +236,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "see_memory_usage",
         "set_random_seed",
     ),
-    "deepspeed.runtime.zero": {**_PARTITION, **_at(_PARAMETERS, "unwrap_model_for_generation")},
+    "deepspeed.runtime.zero.tiling": _TILES,
+    "deepspeed.runtime.zero": {**_PARTITION, **_TILES, **_at(_PARAMETERS, "unwrap_model_for_generation")},
     "deepspeed.runtime.zero.config": _at(_RUNTIME, "ZeroStageEnum"),
     "deepspeed.runtime.zero.offload_config": _at(_RUNTIME, "OffloadDeviceEnum", "OffloadStateTypeEnum"),
     "deepspeed.runtime.zero.partition_parameters": {
@@ -270,9 +272,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 
 COMMANDS: Mapping[str, str] = {
     "deepspeed.checkpoint.ds_to_universal": f"{_FILES}:universal_main",
-    "deepspeed.env_report": "zeroshard.compat.commands:ds_report",
-    "deepspeed.launcher.launch": "zeroshard.compat.commands:deepspeed",
-    "deepspeed.launcher.runner": "zeroshard.compat.commands:deepspeed",
+    "deepspeed.env_report": "zeroshard.launch.deepspeed_commands:ds_report",
+    "deepspeed.launcher.launch": "zeroshard.launch.deepspeed_commands:deepspeed",
+    "deepspeed.launcher.runner": "zeroshard.launch.deepspeed_commands:deepspeed",
     "deepspeed.utils.zero_to_fp32": f"{_FILES}:main",
 }
 """What `python -m` of a module runs."""
