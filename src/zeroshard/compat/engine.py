@@ -46,7 +46,7 @@ class DeepSpeedEngine(Engine):
             vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
             if self.policy.stage >= 3:
                 vars(self.optimizer)["parameter_offload"] = _ParameterOffload(self)
-            self.optimizer.register_step_post_hook(self._tell_overflow)
+            self._handles.append(self.optimizer.register_step_post_hook(self._tell_overflow))
         if self.policy.stage >= 3:
             mark(self.module.parameters())
 

@@ -187,7 +187,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "send",
     ),
     "deepspeed.constants": _at(_RUNTIME, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
-    "deepspeed.env_report": _at("zeroshard.launch.deepspeed_commands", cli_main="ds_report", main="ds_report"),
+    "deepspeed.env_report": _at(
+        "zeroshard.launch.deepspeed_commands", cli_main="ds_report", main="ds_report"
+    ),
     "deepspeed.launcher.constants": _at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME"),
     "deepspeed.launcher.runner": {
         **_at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE"),
