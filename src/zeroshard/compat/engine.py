@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -114,6 +115,7 @@ class DeepSpeedEngine(Engine):
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
+    @functools.wraps(Engine.load_checkpoint)  # clients look at signatures
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
         path, state = super().load_checkpoint(*args, **kwargs)
