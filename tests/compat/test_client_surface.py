@@ -25,29 +25,9 @@ X: Any = object()
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "deepspeed.initialize": [
         ((), {"model": X, "config_params": {}}),
-        (
-            (),
-            {
-                "model": X,
-                "config_params": {},
-                "model_parameters": X,
-                "optimizer": X,
-                "lr_scheduler": X,
-                "mpu": None,
-            },
-        ),
-        (
-            (),
-            {
-                "args": X,
-                "config": {},
-                "model": X,
-                "model_parameters": X,
-                "optimizer": X,
-                "lr_scheduler": X,
-                "dist_init_required": False,
-            },
-        ),
+        ((), {"model": X, "config_params": {}, "model_parameters": X, "optimizer": X, "lr_scheduler": X}),
+        ((), {"model": X, "config_params": {}, "mpu": None}),
+        ((), {"args": X, "config": {}, "model": X, "optimizer": X, "dist_init_required": False}),
         ((), {"model": X, "config": {}}),
     ],
     "deepspeed.init_distributed": [
