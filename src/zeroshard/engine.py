@@ -89,7 +89,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         self._executor.on_backward = self._begin_backward
         self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_optimizer)  # stays, to refuse a step after close()
+            handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))
 
     # ---- the loop -----------------------------------------------------------------------------------
@@ -427,6 +427,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         for handle in self._handles:
             handle.remove()
         if self.optimizer is not None:
+            self.optimizer.register_step_pre_hook(_refuse_step)
             self.optimizer.state.clear()
             for group in self.optimizer.param_groups:
                 group["params"] = []
@@ -458,3 +459,8 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise StateError(f"{what} after engine.close(); make a new engine with `initialize`")
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Stays on an optimizer whose engine is closed."""
+    raise StateError("optimizer.step after engine.close(); make a new engine with `initialize`")

@@ -490,6 +490,7 @@ class Executor:
         self._buffers, self._gradients = (), ()
         self.reduces = ReduceQueue((), (), ())
         self._run = {}
+        self.on_backward = self.on_path = None
 
     # ---- access from outside ------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class FiniteProbe:
         while self._handles:
             self._handles.pop().remove()
 
+    def close(self) -> None:
+        """Let go of the model."""
+        self.disarm()
+        self._modules.clear()
+
     def clear(self) -> None:
         """Forget what was seen: a window ended."""
         self._seen = []

@@ -73,26 +73,34 @@ def describe(
         _spec(name, parameter, dtypes[name], id(parameter) in uncut) for name, parameter in parameters.items()
     )
     modules: dict[str, nn.Module] = {}
-    seen: set[int] = set()
+    root = _visit("", model, modules, set(), name_of, is_leaf)
+    return Description(root=root, specs=specs, parameters=parameters, modules=modules)
 
-    def visit(path: str, module: nn.Module) -> ModuleSpec:
-        seen.add(id(module))
-        modules[path] = module
-        children = tuple(
-            visit(f"{path}.{name}" if path else name, child)
-            for name, child in module.named_children()
-            if id(child) not in seen
-        )
-        return ModuleSpec(
-            path=path,
-            type_name=f"{type(module).__module__}.{type(module).__qualname__}",
-            parameters=tuple(name_of[id(p)] for p in module.parameters(recurse=False)),
-            children=children,
-            is_sequence=isinstance(module, (nn.ModuleList, nn.Sequential)),
-            is_leaf=bool(path) and is_leaf(path, module),
-        )
 
-    return Description(root=visit("", model), specs=specs, parameters=parameters, modules=modules)
+def _visit(
+    path: str,
+    module: nn.Module,
+    modules: dict[str, nn.Module],
+    seen: set[int],
+    name_of: Mapping[int, str],
+    is_leaf: Callable[[str, nn.Module], bool],
+) -> ModuleSpec:
+    """`module` and what is below it; `modules` and `seen` are filled on the way."""
+    seen.add(id(module))
+    modules[path] = module
+    children = tuple(
+        _visit(f"{path}.{name}" if path else name, child, modules, seen, name_of, is_leaf)
+        for name, child in module.named_children()
+        if id(child) not in seen
+    )
+    return ModuleSpec(
+        path=path,
+        type_name=f"{type(module).__module__}.{type(module).__qualname__}",
+        parameters=tuple(name_of[id(p)] for p in module.parameters(recurse=False)),
+        children=children,
+        is_sequence=isinstance(module, (nn.ModuleList, nn.Sequential)),
+        is_leaf=bool(path) and is_leaf(path, module),
+    )
 
 
 def _spec(name: str, parameter: nn.Parameter, dtype: torch.dtype, uncut: bool) -> ParameterSpec:

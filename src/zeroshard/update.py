@@ -397,7 +397,9 @@ class Update:
         self._in_a_row = saved.get("skipped_in_a_row", 0)
 
     def close(self) -> None:
-        self._probe.disarm()
+        """Let go of the model and of those who are told, so that nothing has to wait for the garbage collector."""
+        self._probe.close()
+        self.on_step, self.who_trains = None, str
         self.tiles.close()
         self._trained.clear()
         self._changing.clear()

@@ -98,6 +98,7 @@ class BlockPool:
         self._used_bytes = 0
         self._made = 0
         self._returned: deque[Block] = deque()
+        self._closed = False
 
     def take(self, nbytes: int) -> Block:
         """A block of at least `nbytes`, until `give`. Raises `OSError` when the host has no room."""
@@ -130,8 +131,12 @@ class BlockPool:
         # torch keeps the object it was given a buffer of for as long as the storage lives, whatever views
         # and autograd graphs hold it: the end of this memoryview is the end of the storage.
         view = memoryview(block.map)
-        weakref.finalize(view, self._returned.append, block).atexit = False
+        weakref.finalize(view, self._came_back, block).atexit = False
         return torch.frombuffer(view, dtype=dtype, count=numel)
+
+    def _came_back(self, block: Block) -> None:
+        if not self._closed:
+            self._returned.append(block)
 
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:
         """The block in use that `tensor` lies in and its byte offset there, or None for other memory."""
@@ -142,8 +147,11 @@ class BlockPool:
     def close(self) -> None:
         for block in (*self._free.values(), *self._used.values()):
             block.close()
+        self._closed = True
         self._free.clear()
-        self._free_bytes = 0
+        self._used.clear()  # a tensor that still lies in one keeps its memory
+        self._returned.clear()
+        self._free_bytes = self._used_bytes = 0
 
     @property
     def mapped_bytes(self) -> int:

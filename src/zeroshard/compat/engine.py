@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -46,7 +47,7 @@ class DeepSpeedEngine(Engine):
             vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
             if self.policy.stage >= 3:
                 vars(self.optimizer)["parameter_offload"] = _ParameterOffload(self)
-            self.optimizer.register_step_post_hook(self._tell_overflow)
+            self._handles.append(self.optimizer.register_step_post_hook(self._tell_overflow))
         if self.policy.stage >= 3:
             mark(self.module.parameters())
 
@@ -114,6 +115,7 @@ class DeepSpeedEngine(Engine):
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
+    @functools.wraps(Engine.load_checkpoint)  # clients look at signatures
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
         path, state = super().load_checkpoint(*args, **kwargs)

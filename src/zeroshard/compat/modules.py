@@ -69,13 +69,25 @@ def reason_for(path: str) -> str | None:
     return None
 
 
+class _Absent(type):
+    """Of a class that stands for something that is not there, as its attributes and methods do."""
+
+    path: str
+    reason: str
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(cls.path, name, cls.reason)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotYetError(f"{cls.path} is not in zeroshard: {cls.reason}")
+
+
 def absent(module: str, name: str, reason: str) -> type:
-    """A class that stands for something that is not there."""
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise NotYetError(f"{module}.{name} is not in zeroshard: {reason}")
-
-    return type(name, (), {"__module__": module, "__doc__": f"Not there: {reason}", "__new__": refuse})
+    """A class that stands for `name` of `module`."""
+    about = {"__module__": module, "__doc__": f"Not there: {reason}"}
+    return _Absent(name, (), {**about, "path": f"{module}.{name}", "reason": reason})
 
 
 def _exists(name: str) -> bool:
