@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from zeroshard.testing import RankPool
 
@@ -62,11 +61,9 @@ def place(tmp_path: Path) -> Path:
     """A directory with what the scripts share, as the page says, and weights for those that load some."""
     (tmp_path / "my_model.py").write_text(MODEL)
     (tmp_path / "ds_config.json").write_text(CONFIG)
-    (tmp_path / "weights").mkdir()
-    space: dict[str, Any] = {}
-    exec(MODEL, space)
     torch.manual_seed(0)
-    save_file(space["Net"]().state_dict(), tmp_path / "weights/model.safetensors")
+    with inside(str(tmp_path)):
+        exec(block("## What the scripts share", 1), {})
     return tmp_path
 
 
@@ -200,10 +197,16 @@ def test_on_one_process(place: Path) -> None:
     assert len(losses) == 2
 
 
-def test_parity_of_a_model_of_your_own(place: Path) -> None:
-    (place / "check.py").write_text(block("## What to check after moving"))
-    done = subprocess.run(
-        [sys.executable, "check.py"], cwd=place, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Difference(parameter=" in done.stdout
+def test_parity_of_a_model_of_your_own(
+    ranks2: RankPool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block as a module, so that the workers of the pool can import it; its last line is the call."""
+    script = block("## What to check after moving")
+    assert script.endswith("    print(assert_parity(WithLoss, batch, config))\n")
+    (place / "own_model_check.py").write_text(script)
+    monkeypatch.syspath_prepend(place)
+    own: Any = importlib.import_module("own_model_check")
+    found = own.assert_parity(own.WithLoss, own.batch, own.config, pool=ranks2)
+    assert found.steps == 5
+    for name in ("own_model_check", "my_model"):
+        monkeypatch.delitem(sys.modules, name)
