@@ -78,6 +78,16 @@ CORE_KEYS: tuple[Key, ...] = (
         dump_state="Print what the run is going to do, on rank 0 after initialisation.",
     ),
     *keys(
+        "comms_logger",
+        "B",
+        used("comm.log_for"),
+        enabled="Time and count collectives.",
+        verbose="Log each collective immediately.",
+        prof_all="Profile all operations.",
+        debug="Append caller function name.",
+        prof_ops="Only these log names are profiled.",
+    ),
+    *keys(
         "timers.throughput",
         "A",
         no_effect("throughput is on the line of steps_per_print, from the wall clock"),

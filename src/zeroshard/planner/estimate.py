@@ -39,7 +39,7 @@ _ASSUMED = {
     "warmup_steps": 0,
     "precision": "bf16",
 }
-"""For "auto" in a config. No byte depends on it but by the accumulation steps and the precision, which are printed."""
+"""For "auto" in a config. Of these only the accumulation steps and the precision count, and they are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +271,8 @@ def _as_text(name: str, rows: Sequence[Estimate], ranks: int, nodes: int, wished
         line("DeepSpeed's formula, device", [None if two is None else two[1] for two in known]),
         line("DeepSpeed's formula, host/node", [None if two is None else two[0] for two in known]),
         "",
-        "Of the two peaks the larger one counts, since they are not at the same time. What is gathered at once is as",
-        "the order of definition has it: weights used again elsewhere (a tied head) add to it. So do activations.",
+        "Of the two peaks the larger one counts, since they are not at the same time. What is gathered at once",
+        "follows the order of definition: weights used again elsewhere (a tied head) add to it. So do activations.",
     ]
     if offloads:
         lines += ["", f"with offload: {_NOT_YET}, so these are DeepSpeed's formulas alone"]
