@@ -114,6 +114,9 @@ ELSEWHERE = {
     "report": _Elsewhere(
         "zeroshard.report.command", "Show versions, devices, fast paths and limits of this machine."
     ),
+    "bench": _Elsewhere(
+        "zeroshard.bench.command", "Measure time and bandwidth of collectives between ranks."
+    ),
     "estimate": _Elsewhere(
         "zeroshard.planner.estimate", "Print what a model takes on each rank, before the run."
     ),
