@@ -75,7 +75,8 @@ def _command(
         iterations=iterations,
         warmup=warmup,
     )
-    _check_files(csv, plot)
+    if os.environ.get("RANK", "0") == "0":  # it writes them
+        _check_files(csv, plot)
     if all(name in os.environ for name in _RANK_VARIABLES):
         _measure(plan, chosen, csv, plot)
         return 0

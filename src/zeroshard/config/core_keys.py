@@ -83,9 +83,19 @@ CORE_KEYS: tuple[Key, ...] = (
         used("comm.log_for"),
         enabled="Time and count collectives.",
         verbose="Log each collective immediately.",
+    ),
+    *keys(
+        "comms_logger",
+        "B",
+        used("comm.CommsLog.wants"),
         prof_all="Profile all operations.",
-        debug="Append caller function name.",
         prof_ops="Only these log names are profiled.",
+    ),
+    *keys(
+        "comms_logger",
+        "B",
+        used("comm.TimedCollectives"),
+        debug="Append caller function name.",
     ),
     *keys(
         "timers.throughput",
