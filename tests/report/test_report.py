@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zeroshard
 from zeroshard.launch.cli import main
@@ -77,13 +82,34 @@ def test_no_probe_can_make_it_fail(
         if name != section:
             monkeypatch.setitem(command.PROBES, name, lambda: None)
     assert main(["report"]) == 0
-    assert f"{section}: OSError: no such device" in capsys.readouterr().out
+    out = capsys.readouterr().out
     told = report(capsys)
-    assert told["problems"] == [{"section": section, "why": "OSError: no such device"}]
     if section in software.FAST_PATHS:
+        assert re.search(f"^off +{re.escape(section)} +OSError: no such device$", out, re.MULTILINE)
         assert told["fast paths"][section] == {"on": False, "why": "OSError: no such device"}
+        assert told["problems"] == []
     else:
+        assert f"{section}: OSError: no such device" in out
+        assert told["problems"] == [{"section": section, "why": "OSError: no such device"}]
         assert told[section] is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the compiler of C++ counts on the CPU alone")
+def test_no_compiler() -> None:
+    """In a process of its own: torch remembers the compiler that it found."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PATH", "CXX")}
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "report", "--json"],
+        env={**environment, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    assert not told["fast paths"]["torch.compile"]["on"]
+    assert "No working C++ compiler" in told["fast paths"]["torch.compile"]["why"]
+    assert told["problems"] == []
 
 
 def test_a_fast_path_that_is_off_says_why(

@@ -47,27 +47,30 @@ def _command(
 
 
 def collect() -> dict[str, Any]:
-    """Everything by section. What could not be found out is None, and a line of `problems` says why."""
-    problems: list[dict[str, str]] = []
-
-    def ask(section: str, question: Callable[[], Any]) -> Any:
-        try:
-            return question()
-        except Exception as error:  # a machine that lacks something is what a report is for
-            text = " ".join(str(error).split())
-            problems.append({"section": section, "why": f"{type(error).__name__}: {text}"})
-            return None
-
+    """Everything by section. What could not be found out is None, and a line of `problems` says why; a fast path
+    that cannot be asked is off, for that reason."""
     told: dict[str, Any] = {"format": FORMAT}
+    problems = []
     for section, question in PROBES.items():
-        told[section] = ask(section, question)
+        told[section], why = _ask(question)
+        if why:
+            problems.append({"section": section, "why": why})
     told["fast paths"] = {}
-    for name, question in software.FAST_PATHS.items():
-        found = ask(name, question)
-        on, why = found if found is not None else (False, problems[-1]["why"])
-        told["fast paths"][name] = {"on": on, "why": why}
+    for name, path in software.FAST_PATHS.items():
+        found, why = _ask(path)
+        on, reason = found or (False, why)
+        told["fast paths"][name] = {"on": on, "why": reason}
     told["problems"] = problems
     return told
+
+
+def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
+    """The answer, or None and why there is none."""
+    try:
+        return question(), ""
+    except Exception as error:  # a machine that lacks something is what a report is for
+        text = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {text}"
 
 
 def _as_text(told: Mapping[str, Any]) -> list[str]:
