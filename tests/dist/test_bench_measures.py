@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,21 @@ def test_a_rank_that_fails_alone_is_an_error_on_all(ranks2: RankPool) -> None:
     errors = [str(outcome.exception) for outcome in caught.value.outcomes]
     assert all("1 of 2 ranks could not do what the others can" in error for error in errors)
     assert "this is rank 1: out of handles" in errors[1]
+
+
+def unequal(rank: int, world: int) -> Row:
+    class Carrier(TorchCarrier):
+        def prepare(self, *args: object) -> object:
+            return lambda: time.sleep(0.1 if rank == 1 else 0.05)
+
+    plan = Plan(operations=("broadcast",), sizes=(8,), dtypes=("fp32",), iterations=3, warmup=1)
+    return next(measure(plan, [Carrier("gloo")], CPU, None))
+
+
+def test_the_time_is_that_of_the_slowest_rank(ranks2: RankPool) -> None:
+    first, last = ranks2.run(unequal)
+    assert first == last
+    assert 0.1 <= first.low < 0.15
 
 
 def test_the_command(tmp_path: Path) -> None:
