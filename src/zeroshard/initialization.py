@@ -16,13 +16,22 @@ from torch.utils.data import Dataset
 
 from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
-from zeroshard.comm import Collectives, LocalCollectives, ballot, new_group, open_collectives, unanimous
+from zeroshard.comm import (
+    Collectives,
+    LocalCollectives,
+    ballot,
+    log_for,
+    new_group,
+    open_collectives,
+    unanimous,
+)
 from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.materialize import Groups
 from zeroshard.policy import Policy
+from zeroshard.watching import timed
 from zeroshard.world import World, join
 
 __all__ = ["facts_of", "initialize", "open_groups"]
@@ -90,6 +99,9 @@ def initialize(
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
     groups = open_groups(policy, world)
+    comms_log = log_for(parsed.comms_logger)
+    if comms_log is not None:
+        groups = timed(groups, comms_log)
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler, engine_class
     )

@@ -22,6 +22,11 @@ class Lane:
         self._device = device
         self._stream = None if device.type in ("cpu", "meta") else torch.Stream(device)
 
+    @property
+    def overlaps(self) -> bool:
+        """What is queued on the lane runs beside the compute."""
+        return self._stream is not None
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Queue what happens inside on this lane. Not to be nested: torch's streams cannot be entered twice."""

@@ -1,18 +1,19 @@
-"""What the watchdog of collectives tells about a model: which bucket a collective serves, what is frozen."""
+"""What is told about an engine's collectives: which bucket one serves, what is frozen, how long they take."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
-from zeroshard.comm import Collectives, RecordingCollectives, labelled
+from zeroshard.comm import Collectives, CommsLog, TimedCollectives, labelled
 from zeroshard.layout import BucketLayout, Layout
 from zeroshard.materialize import Groups
 
-__all__ = ["groups_for", "tell_about"]
+__all__ = ["groups_for", "tell_about", "timed"]
 
 _SHOWN = 3
 """Parameters named in full."""
@@ -23,12 +24,23 @@ def groups_for(bucket: BucketLayout, groups: Groups) -> Groups:
     names = [slot.name for slot in bucket.slots]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     label = f"{bucket.name!r} ({', '.join(names[:_SHOWN])}{more})"
-    named = {
-        field.name: labelled(group, label)
+    return _wrapped(groups, lambda name, group: labelled(group, label))
+
+
+def timed(groups: Groups, log: CommsLog) -> Groups:
+    """`groups`, whose collectives are written into `log`; a group of one rank has none."""
+    return _wrapped(
+        groups, lambda name, group: TimedCollectives(group, log, name) if group.size > 1 else group
+    )
+
+
+def _wrapped(groups: Groups, wrap: Callable[[str, Collectives], Collectives]) -> Groups:
+    made = {
+        field.name: wrap(field.name, group)
         for field in fields(groups)
         if isinstance(group := getattr(groups, field.name), Collectives)
     }
-    return replace(groups, **named)  # type: ignore[arg-type]
+    return replace(groups, **made)  # type: ignore[arg-type]
 
 
 def tell_about(model: nn.Module, layout: Layout, groups: Groups) -> None:
@@ -45,6 +57,8 @@ def tell_about(model: nn.Module, layout: Layout, groups: Groups) -> None:
         return tuple(name for name in trained if name not in train), module.training
 
     for field in fields(groups):
-        group = getattr(groups, field.name)
-        if isinstance(group, RecordingCollectives):
-            group.record.facts = facts
+        record = getattr(
+            getattr(groups, field.name), "record", None
+        )  # of RecordingCollectives, wrapped or not
+        if record is not None:
+            record.facts = facts

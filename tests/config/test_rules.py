@@ -44,17 +44,17 @@ def test_published_configs(path: Path) -> None:
 def test_one_error_lists_all_that_is_not_there_and_only_the_switches() -> None:
     kind, message = refusal(
         {
-            "comms_logger": {"enabled": True, "verbose": True},
+            "flops_profiler": {"enabled": True, "detailed": False},
             "sequence_parallel_size": 2,
             "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
         }
     )
     assert kind is NotYetError
     assert "3 keys" in message
-    assert "comms_logger.enabled = true: not in this release (the log of collectives" in message
+    assert "flops_profiler.enabled = true: not in this release (the FLOPS profiler" in message
     assert "remove it or set it to false" in message
     assert 'offload_optimizer.device = "cpu"' in message
-    assert "verbose" not in message
+    assert "detailed" not in message
     assert "ratio" not in message
 
 
@@ -114,7 +114,6 @@ NOT_YET = {
     "zero_optimization.zero_quantized_weights": True,
     "comet.enabled": True,
     "flops_profiler.enabled": True,
-    "comms_logger.enabled": True,
     "autotuning.enabled": True,
     "compile.deepcompile": True,
     "sequence_parallel_size": 2,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from zeroshard.comm.bandwidth import sent_share
 from zeroshard.comm.seam import Collectives, Work
 
 __all__ = ["CountingCollectives", "Traffic"]
@@ -17,11 +18,7 @@ class Traffic:
     """What one verb moved.
 
     `buffer_bytes`: of the longest tensor of each call (`full`, or the one tensor). `wire_bytes`: what each
-    rank sends in the usual ring algorithms, rounded down per call, for n ranks and buffers of B bytes:
-
-        all_gather, reduce_scatter    (n-1)/n * B
-        all_reduce, sum_to_host       2 * (n-1)/n * B
-        broadcast                     B            (0 in a group of one)
+    rank sends at least (`bandwidth.sent_share`), rounded down per call.
 
     Example: all_gather of a `full` of 1000 bytes on 4 ranks counts 1000 and 750. Shared memory on one host
     sends nothing over a wire; the convention stays the same, so that figures compare.
@@ -80,17 +77,11 @@ class CountingCollectives:
         self._inner.close()
 
     def _count(self, verb: str, tensor: Tensor) -> None:
-        size = self._inner.size
         nbytes = tensor.numel() * tensor.element_size()
-        passes = {"all_reduce": 2, "sum_to_host": 2}.get(verb, 1)
-        if verb == "broadcast":
-            wire = nbytes if size > 1 else 0
-        else:
-            wire = passes * nbytes * (size - 1) // size
         before = self._traffic.get(verb, Traffic())
         self._traffic[verb] = replace(
             before,
             calls=before.calls + 1,
             buffer_bytes=before.buffer_bytes + nbytes,
-            wire_bytes=before.wire_bytes + wire,
+            wire_bytes=before.wire_bytes + int(nbytes * sent_share(verb, self._inner.size)),
         )

@@ -158,5 +158,6 @@ class _Recorded:
 
 
 def labelled(group: Collectives, label: str) -> Collectives:
-    """`group` for collectives that are about `label`: the same object where nothing is recorded."""
-    return group.labelled(label) if isinstance(group, RecordingCollectives) else group
+    """`group` for collectives that are about `label`: the same object where nobody asks what they are about."""
+    relabel: Callable[[str], Collectives] | None = getattr(group, "labelled", None)
+    return group if relabel is None else relabel(label)

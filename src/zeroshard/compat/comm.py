@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroshard.comm import configure_log, logged_operations
+from zeroshard.config import parse
 from zeroshard.errors import CommError, StateError
 from zeroshard.world import join
 
@@ -253,13 +255,33 @@ def _adopt_mpi(env: Any, port: int) -> None:
 # ---- the logger -----------------------------------------------------------------------------------------
 
 
-def configure(deepspeed_config: Any = None, **settings: Any) -> None:
-    """No effect: the config's section `comms_logger` switches the log of the engine's collectives on."""
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Log the collectives of engines made from now on, as the config's `comms_logger` says, or these arguments."""
+    section = parse(deepspeed_config or {}).comms_logger
+    given: dict[str, Any] = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
+    configure_log(
+        **{name: getattr(section, name) if value is None else value for name, value in given.items()}
+    )
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Mapping[str, Any] | None:
-    """What `comms_logger` has counted and timed so far; see `zeroshard.comm.log_summary`."""
-    from zeroshard.comm import log_summary as summarize
+def get_comm_operation_count() -> int:
+    """Collectives logged so far."""
+    return sum(logged_operations().values())
 
-    result: Mapping[str, Any] | None = summarize(show_straggler=show_straggler, return_dict=return_dict)
-    return result
+
+def get_logged_comm_ops() -> list[str]:
+    """Their names."""
+    return list(logged_operations())

@@ -116,7 +116,9 @@ class DeepSpeedEngine(Engine):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     @functools.wraps(Engine.load_checkpoint)  # clients look at signatures
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+    def load_checkpoint(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
         path, state = super().load_checkpoint(*args, **kwargs)
         return path, None if path is None else state

@@ -78,6 +78,26 @@ CORE_KEYS: tuple[Key, ...] = (
         dump_state="Print what the run is going to do, on rank 0 after initialisation.",
     ),
     *keys(
+        "comms_logger",
+        "B",
+        used("comm.log_for"),
+        enabled="Time and count collectives.",
+        verbose="Log each collective immediately.",
+    ),
+    *keys(
+        "comms_logger",
+        "B",
+        used("comm.CommsLog.wants"),
+        prof_all="Profile all operations.",
+        prof_ops="Only these log names are profiled.",
+    ),
+    *keys(
+        "comms_logger",
+        "B",
+        used("comm.TimedCollectives"),
+        debug="Append caller function name.",
+    ),
+    *keys(
         "timers.throughput",
         "A",
         no_effect("throughput is on the line of steps_per_print, from the wall clock"),

@@ -267,16 +267,6 @@ LATER_KEYS: tuple[Key, ...] = (
         autoep_non_moe="Compile non-MoE parents.",
     ),
     *keys(
-        "comms_logger",
-        "B",
-        not_yet("the log of collectives"),
-        enabled="Time and count collectives.",
-        verbose="Log each collective immediately.",
-        prof_all="Profile all operations.",
-        debug="Append caller function name.",
-        prof_ops="Only these log names are profiled.",
-    ),
-    *keys(
         "flops_profiler",
         "B",
         not_yet("the FLOPS profiler"),

@@ -9,6 +9,7 @@ from zeroshard.config.keys import GivenKey, asks, given_keys, parameter_keys, sw
 from zeroshard.config.nearest import closest
 from zeroshard.config.optimizer import class_name, parameters_of, unsupported
 from zeroshard.config.problems import Finding, shown
+from zeroshard.config.sections import LOGGED_AS
 from zeroshard.config.status import Status
 from zeroshard.config.tree import Config
 from zeroshard.errors import ConfigError, NotYetError
@@ -26,6 +27,7 @@ def combination_findings(config: Config) -> Iterator[Finding]:
     yield from _parameters(config, "optimizer")
     yield from _amsgrad(config)
     yield from _parameters(config, "scheduler")
+    yield from _logged(config)
 
 
 def _precision(config: Config) -> Iterator[Finding]:
@@ -159,6 +161,16 @@ def _parameters(config: Config, section: str) -> Iterator[Finding]:
             yield from _parameter_value(path, value, rows[name].type or "")
 
 
+def _logged(config: Config) -> Iterator[Finding]:
+    for name in config.comms_logger.prof_ops:
+        if name not in LOGGED_AS:
+            near = closest(name, LOGGED_AS)
+            cure = f"did you mean {near}?" if near else f"known are {', '.join(sorted(LOGGED_AS))}"
+            yield Finding(
+                path="comms_logger.prof_ops", value=name, rule="is not the name of a collective", cure=cure
+            )
+
+
 def _amsgrad(config: Config) -> Iterator[Finding]:
     type_, params = class_name(config.optimizer.type or ""), config.optimizer.params
     if params.get("amsgrad") is not True:
@@ -199,6 +211,20 @@ def no_effect_notes(config: Config) -> Iterator[str]:
             continue
         if switch_of(config, given.path)[0]:
             yield f"{given.path} = {shown(given.value)} has no effect here, because {key.status.text}"
+    yield from _logged_in_vain(config)
+
+
+def _logged_in_vain(config: Config) -> Iterator[str]:
+    section = config.comms_logger
+    if not section.enabled or not section.prof_ops:
+        return
+    start = f"comms_logger.prof_ops = {shown(section.prof_ops)}"
+    if section.prof_all:
+        yield f"{start} has no effect, because prof_all is true, which is the default"
+        return
+    never = [name for name in section.prof_ops if LOGGED_AS[name] is None]
+    if never:
+        yield f"{start}: an engine launches no {', '.join(never)}, so there is nothing to log of it"
 
 
 def require_supported(config: Config) -> None:

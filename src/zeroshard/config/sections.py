@@ -169,6 +169,18 @@ class Nebula(Section):
     nebula_load_path: str | None = None
 
 
+LOGGED_AS: dict[str, str | None] = {
+    **{name: name for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_to_host")},
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_coalesced", "allgather_fn"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), "reduce_scatter"),
+    **dict.fromkeys(("all_reduce_coalesced", "inference_all_reduce"), "all_reduce"),
+    "broadcast_object_list": "broadcast",
+    **dict.fromkeys(("all_gather_object", "all_to_all", "all_to_all_single", "barrier", "gather"), None),
+    **dict.fromkeys(("irecv", "isend", "monitored_barrier", "recv", "reduce", "scatter", "send"), None),
+}
+"""What `prof_ops` may name, and the collective of the seam that it is here; None is never launched by an engine."""
+
+
 class CommsLogger(Section):
     """`comms_logger`."""
 

@@ -106,6 +106,15 @@ ELSEWHERE = {
     ),
     "export": _Elsewhere("zeroshard.checkpoint.commands:export", "Write weights for other programs."),
     "check": _Elsewhere("zeroshard.planner.check", "Train a model here and in plain PyTorch; compare."),
+    "report": _Elsewhere(
+        "zeroshard.report.command", "Show versions, devices, fast paths and limits of this machine."
+    ),
+    "bench": _Elsewhere(
+        "zeroshard.bench.command", "Measure time and bandwidth of collectives between ranks."
+    ),
+    "estimate": _Elsewhere(
+        "zeroshard.planner.estimate", "Print what a model takes on each rank, before the run."
+    ),
     "explain": _Elsewhere("zeroshard.planner.explain", "Show the planned schedule as a time line."),
 }
 

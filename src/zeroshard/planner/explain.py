@@ -14,13 +14,9 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroshard.assembly import build_engine, policy_of
-from zeroshard.comm import FakeCollectives
-from zeroshard.config import parse, resolve_batch
 from zeroshard.engine import Engine
-from zeroshard.materialize import Groups
+from zeroshard.planner.rehearsal import rehearse
 from zeroshard.planner.timeline import LEGEND, timeline
 from zeroshard.testing.models import tiny, tiny_batch
 
@@ -79,15 +75,7 @@ def planned_engine(zero: dict[str, Any], ranks: int) -> Iterator[Engine]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero,
     }
-    batch = resolve_batch(None, 4, None, ranks, "--ranks")
-    with FakeTensorMode():
-        config = parse(raw)
-        policy = policy_of(config, batch, ranks)
-        sharded = FakeCollectives(0, policy.shard_size)
-        second = FakeCollectives(0, policy.secondary_size) if policy.secondary_size > 1 else None
-        replicate = FakeCollectives(0, policy.replicate_size, ranks)
-        groups = Groups(gather=sharded, reduce=sharded, replicate=replicate, secondary=second)
-        engine = build_engine(tiny(), config, batch, groups, torch.device("cpu"))
+    with rehearse(tiny, raw, ranks) as engine:
         for step in range(2):
             engine.backward(engine(torch.empty_like(tiny_batch(step, 0, 0))))
             engine.step()
