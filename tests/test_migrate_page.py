@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +86,10 @@ def test_commands_exist(page: Path) -> None:
         r"^zeroshard ([a-z]+)", fenced, re.MULTILINE
     )
     assert set(named) <= {"run", "config", *ELSEWHERE}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page: Path) -> None:
+    """`zeroshard.some.name`, with or without a call, in a code span."""
+    for name in re.findall(r"`(zeroshard(?:\.\w+)+)", page.read_text(encoding="utf-8")):
+        assert pkgutil.resolve_name(name) is not None, f"{page.name}: {name}"
