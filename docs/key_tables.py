@@ -26,7 +26,7 @@ HEADERS = {
     },
     "migrate.zh-CN.md": {
         "no effect": ("键", "不起作用的原因"),
-        "not yet": ("键", "等待的功能"),
+        "not yet": ("键", "所等待的功能"),
         "refused": ("键", "拒绝的原因"),
     },
 }
