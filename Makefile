@@ -12,7 +12,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-all lint bench clean FORCE
+.PHONY: help demo test test-all lint bench docs clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,6 +36,9 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contract
 
 bench: $(VENV)/.dev  ## step time, memory and traffic next to DDP and FSDP2; writes benchmarks/RESULTS.md
 	@$(VENV)/bin/python benchmarks/compare.py --write $(ARGS)
+
+docs: $(VENV)/.dev  ## write the tables of config keys into docs/migrate.md and its translation
+	@$(VENV)/bin/python docs/key_tables.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

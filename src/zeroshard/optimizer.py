@@ -8,6 +8,7 @@ PyTorch's; what is added is done in torch's own step hooks.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import logging
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard import optimizers
-from zeroshard.errors import ConfigError, ModelError
+from zeroshard.errors import ConfigError, ModelError, StateError
 from zeroshard.gradients import ShardSlice
 
 __all__ = [
@@ -227,8 +228,11 @@ def rewire(
 ) -> None:
     """Exchange each parameter for its slice, in place: same groups, same order, same number of entries.
 
-    `slice_of` and `shape_of` are keyed by `id(parameter)`. State that exists already is cut along.
+    `slice_of` and `shape_of` are keyed by `id(parameter)`. State of whole parameters is cut along: what exists
+    already, and what `load_state_dict` brings later.
     """
+    whole = {id(part): tuple(shape_of[key]) for key, part in slice_of.items()}
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_cut_loaded, whole))
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -251,6 +255,33 @@ def _cut_state(state: Mapping[str, Any], shape: tuple[int, ...], part: ShardSlic
     if not part.numel() and 0 not in shape:
         return {}  # another rank owns all of it, with state of whatever shape
     return {key: cut(value) for key, value in state.items()}
+
+
+def _cut_loaded(
+    shape_of: Mapping[int, tuple[int, ...]], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """`state_dict` for the slices that `optimizer` has; `shape_of` are their parameters' shapes, by `id(slice)`.
+
+    State of slices that are this rank's stays. Raises StateError for that of others, which fits nothing here.
+    """
+    states = dict(state_dict["state"])
+    for group, saved in zip(
+        optimizer.param_groups, state_dict["param_groups"], strict=False
+    ):  # torch compares
+        for part, key in zip(group["params"], saved["params"], strict=False):
+            shape = shape_of.get(id(part), tuple(part.shape))
+            if key not in states or tuple(part.shape) == shape:
+                continue
+            states[key] = cut = _cut_state(states[key], shape, part)
+            for name, value in cut.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != part.shape:
+                    raise StateError(
+                        f"optimizer.load_state_dict: state {name!r} of parameter {key} has shape "
+                        f"{tuple(value.shape)}; the parameter has {shape}, and this rank {part.numel()} of its "
+                        f"elements. It is another rank's part, or of another number of ranks: load what "
+                        f"engine.save_checkpoint wrote, with engine.load_checkpoint"
+                    )
+    return {**state_dict, "state": states}
 
 
 def state_bytes(optimizer: Optimizer) -> int:
