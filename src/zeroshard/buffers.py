@@ -16,7 +16,8 @@ that storage, so they see the data again after the next gather, and no activatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +83,14 @@ class _Home:
 
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
+
+    def alias(self, parameter: Tensor) -> None:
+        return None
+
+    @contextmanager
+    def copying(self, parameter: Tensor) -> Iterator[None]:
+        self.need("deepcopy")
+        yield
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickled parameter has left its engine

@@ -97,6 +97,26 @@ class Cut:
     def used(self, result: Any) -> None:
         self.access.put_away_oldest()
 
+    def alias(self, parameter: nn.Parameter) -> Tensor | None:
+        """Outside of `zeroshard.Init`: so `state_dict()` has its names, shapes and dtypes, as loaders want them."""
+        if self.access.contexts:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        alias = Tensor._make_subclass(sharded_class(self.cls), alias, False)
+        alias._zeroshard = _Alias(self)  # type: ignore[attr-defined]
+        return alias
+
+    @contextmanager
+    def copying(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Every rank copies: a block of a model that is being put together, to train the copy."""
+        if self.access.contexts:
+            self.need("deepcopy")
+            yield
+            return
+        with self.access.gathered([parameter]):
+            yield
+
     def hand_over(self, target: Tensor) -> None:
         """See `Cuts.hand_over`."""
         self.access.hand_over(self, target)
@@ -118,6 +138,44 @@ class Cut:
         if self.piece.numel() != stop - start or self.piece.dtype is not dtype:
             self.piece = _memory(stop - start, dtype, self._at)
         return dtype
+
+
+class _Alias:
+    """The home of a tensor that stands for a cut parameter, in a state dict, and has no elements."""
+
+    buffer = None
+    status = Status.NOT_AVAILABLE
+
+    def __init__(self, cut: Cut) -> None:
+        self.name, self.shape, self.shards, self.number = cut.name, cut.shape, cut.shards, cut.number
+        self.access = self
+        self.piece = torch.empty(0)
+
+    def need(self, operation: str) -> None:
+        raise _refuse(self, operation)
+
+    def used(self, result: Any) -> None:
+        """Never."""
+
+    def alias(self, alias: Tensor) -> Tensor:
+        return alias
+
+    def copying(self, alias: Tensor) -> Any:
+        raise _refuse(self, "deepcopy")
+
+    def gathered(self, params: Sequence[Tensor], modifier_rank: int | None = None) -> Any:
+        raise _refuse(self, "GatheredParameters")
+
+
+def _refuse(home: Cut | _Alias, operation: str) -> ShardedAccessError:
+    what = "parameter" if isinstance(home, Cut) else "an entry of a state dict, for parameter"
+    return ShardedAccessError(
+        f"{what} {home.name!r} (shape {tuple(home.shape)}) is sharded over {home.shards} ranks by "
+        f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
+        f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
+        f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "
+        f"the model to its device)."
+    )
 
 
 class Cuts:
@@ -183,13 +241,7 @@ class Cuts:
     def touch(self, cut: Cut, operation: str) -> None:
         """Open it, inside `zeroshard.Init`; ShardedAccessError elsewhere."""
         if not self.contexts:
-            raise ShardedAccessError(
-                f"parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks by "
-                f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
-                f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
-                f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "
-                f"the model to its device)."
-            )
+            raise _refuse(cut, operation)
         self._open_one(cut)
 
     def _open_one(self, cut: Cut) -> None:

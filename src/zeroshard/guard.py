@@ -18,6 +18,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,13 @@ class Home(Protocol):
 
     def used(self, result: Any) -> None:
         """`operation` is done; its result may need the weights again in backward."""
+
+    def alias(self, parameter: Any) -> Tensor | None:
+        """What `parameter.detach()` is where the elements are not to be had: a tensor that tells its shape. None
+        where `need` decides."""
+
+    def copying(self, parameter: Any) -> AbstractContextManager[None]:
+        """Inside, the elements can be copied."""
 
 
 def home_of(parameter: Tensor) -> Any:
@@ -268,6 +276,10 @@ class ShardedParameter(nn.Parameter):
             return home_of(args[0]).shape.numel() * args[0].element_size()
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
+        if func is Tensor.detach and not _makes_parameter():
+            alias: Tensor | None = home_of(args[0]).alias(args[0])
+            if alias is not None:
+                return alias
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -287,8 +299,8 @@ class ShardedParameter(nn.Parameter):
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
-        home_of(self).need("deepcopy")  # from here on the class is the one the user gave
-        return copy.deepcopy(self, memo)
+        with home_of(self).copying(self):  # inside, the class is the one the user gave
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         home_of(self).need("pickle")
