@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import ballot, open_collectives, unanimous
 from zeroshard.errors import ShardedAccessError, StateError
-from zeroshard.guard import Status, fingerprint, home_of, sharded_class
+from zeroshard.guard import Alias, Status, fingerprint, home_of, sharded_class
 
 __all__ = ["Cut", "Cuts", "can_cut", "trim_heap"]
 
@@ -101,11 +101,9 @@ class Cut:
         """Outside of `zeroshard.Init`: so `state_dict()` has its names, shapes and dtypes, as loaders want them."""
         if self.access.contexts:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
-            alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        alias = Tensor._make_subclass(sharded_class(self.cls), alias, False)
-        alias._zeroshard = _Alias(self)  # type: ignore[attr-defined]
-        return alias
+        return Alias.of(
+            parameter, lambda operation: _refuse(self, operation, "an entry of a state dict, for ")
+        )
 
     @contextmanager
     def copying(self, parameter: nn.Parameter) -> Iterator[None]:
@@ -140,37 +138,9 @@ class Cut:
         return dtype
 
 
-class _Alias:
-    """The home of a tensor that stands for a cut parameter, in a state dict, and has no elements."""
-
-    buffer = None
-    status = Status.NOT_AVAILABLE
-
-    def __init__(self, cut: Cut) -> None:
-        self.name, self.shape, self.shards, self.number = cut.name, cut.shape, cut.shards, cut.number
-        self.access = self
-        self.piece = torch.empty(0)
-
-    def need(self, operation: str) -> None:
-        raise _refuse(self, operation)
-
-    def used(self, result: Any) -> None:
-        """Never."""
-
-    def alias(self, alias: Tensor) -> Tensor:
-        return alias
-
-    def copying(self, alias: Tensor) -> Any:
-        raise _refuse(self, "deepcopy")
-
-    def gathered(self, params: Sequence[Tensor], modifier_rank: int | None = None) -> Any:
-        raise _refuse(self, "GatheredParameters")
-
-
-def _refuse(home: Cut | _Alias, operation: str) -> ShardedAccessError:
-    what = "parameter" if isinstance(home, Cut) else "an entry of a state dict, for parameter"
+def _refuse(cut: Cut, operation: str, what: str = "") -> ShardedAccessError:
     return ShardedAccessError(
-        f"{what} {home.name!r} (shape {tuple(home.shape)}) is sharded over {home.shards} ranks by "
+        f"{what}parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks by "
         f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
         f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
         f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "

@@ -29,6 +29,7 @@ from zeroshard.errors import ShardedAccessError
 
 __all__ = [
     "LEAF_MARK",
+    "Alias",
     "Home",
     "ShardedParameter",
     "Status",
@@ -102,6 +103,44 @@ def refuse_access(name: str, shape: Sequence[int], shards: int, operation: str) 
         f"elements outside a forward of the engine. Cure: on every rank, `with engine.gathered([param]): ...` "
         f"(its shape, dtype and device can be read at any time)."
     )
+
+
+class Alias:
+    """The home of a tensor that stands for a sharded parameter in a state dict: it tells shape and dtype, and has
+    no elements."""
+
+    buffer = None
+    status = Status.NOT_AVAILABLE
+
+    def __init__(self, home: Home, refuse: Callable[[str], ShardedAccessError]) -> None:
+        self.name, self.shape, self.shards, self.number = home.name, home.shape, home.shards, home.number
+        self.access = self
+        self.piece = torch.empty(0)
+        self._refuse = refuse
+
+    @classmethod
+    def of(cls, parameter: Tensor, refuse: Callable[[str], ShardedAccessError]) -> Tensor:
+        """The tensor. `refuse(operation)` is what is raised when its elements are wanted."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        made = Tensor._make_subclass(type(parameter), empty, False)
+        made._zeroshard = cls(home_of(parameter), refuse)  # type: ignore[attr-defined]
+        return made
+
+    def need(self, operation: str) -> None:
+        raise self._refuse(operation)
+
+    def used(self, result: Any) -> None:
+        """Never."""
+
+    def alias(self, made: Tensor) -> Tensor:
+        return made
+
+    def copying(self, made: Tensor) -> Any:
+        raise self._refuse("deepcopy")
+
+    def gathered(self, params: Sequence[Tensor], modifier_rank: int | None = None) -> Any:
+        raise self._refuse("GatheredParameters")
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

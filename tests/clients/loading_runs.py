@@ -1,4 +1,4 @@
-"""Models that are built and loaded under ZeRO-3 as transformers does it. Runs in workers; see `trainer_runs.client`."""
+"""Models built and loaded under ZeRO-3, as transformers does it; runs in workers (`trainer_runs.client`)."""
 
 from __future__ import annotations
 

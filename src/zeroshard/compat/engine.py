@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import zeroshard
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
-from zeroshard.config import Config
+from zeroshard.config import Config, read_config
 from zeroshard.config.scalars import plain
 from zeroshard.engine import Engine
 from zeroshard.errors import NotYetError
@@ -41,11 +41,12 @@ class DeepSpeedEngine(Engine):
     def __init__(self, module: nn.Module, **parts: Any) -> None:
         super().__init__(module, **parts)
         self._given_config = self._config.raw
+        self._full_state.parts_are_gathered = False  # PEFT asks parts for their names on rank 0 alone
         if self.optimizer is not None:
             # For clients that look there: Hugging Face holds its own scheduler back when a step was skipped.
             vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
             if self.policy.stage >= 3:
-                vars(self.optimizer)["parameter_offload"] = _ParameterOffload(self)
+                vars(self.optimizer)["parameter_offload"] = _ParameterOffload()
             self.optimizer.register_step_post_hook(self._tell_overflow)
         if self.policy.stage >= 3:
             mark(self.module.parameters())
@@ -230,18 +231,35 @@ def _value_at(config: Config, path: str) -> Any:
 
 
 class _ParameterOffload:
-    """Where TRL looks for DeepSpeed's hooks, to take them off before it generates: there are none to take off.
+    """Where TRL looks for DeepSpeed's hooks and their parameters, to take them off before it generates: none.
 
     It gathers all weights first, and while they are here the engine's own hooks do nothing.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.module = engine.module
+    def __init__(self) -> None:
+        self.module = self
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    ds_external_parameters = named_parameters
+
+    def _register_deepspeed_module(self, module: Any) -> None:
         """Nothing to do."""
+
+
+def _without_idle_schedule(given: Any, optimizer: Any) -> Any:
+    """A config without its schedule when there is nothing that it could drive: that of a training run, used to
+    evaluate. DeepSpeed makes no schedule then."""
+    if given is None or optimizer is not None:
+        return given
+    raw = read_config(given)
+    if "scheduler" not in raw.data or raw.data.get("optimizer"):
+        return given
+    log_dist("no optimizer: the config's scheduler section has no effect", ranks=[0])
+    return {name: section for name, section in raw.data.items() if name != "scheduler"}
 
 
 def initialize(
@@ -270,7 +288,7 @@ def initialize(
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    given = config if config is not None else config_params
+    given = _without_idle_schedule(config if config is not None else config_params, optimizer)
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,
         model,
