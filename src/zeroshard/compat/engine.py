@@ -250,16 +250,22 @@ class _ParameterOffload:
         """Nothing to do."""
 
 
-def _without_idle_schedule(given: Any, optimizer: Any) -> Any:
-    """A config without its schedule when there is nothing that it could drive: that of a training run, used to
-    evaluate. DeepSpeed makes no schedule then."""
-    if given is None or optimizer is not None:
+def _without_idle_keys(given: Any, optimizer: Any) -> Any:
+    """A config without what DeepSpeed passes over and clients write all the same.
+
+    A schedule when there is nothing that it could drive: the config of a training run, used to evaluate (Trainer).
+    Names with dots at the top level, such as "zero_optimization.reduce_bucket_size" (TRL).
+    """
+    if given is None:
         return given
     raw = read_config(given)
-    if "scheduler" not in raw.data or raw.data.get("optimizer"):
+    idle = [name for name in raw.data if "." in name]
+    if optimizer is None and "scheduler" in raw.data and not raw.data.get("optimizer"):
+        idle.append("scheduler")
+    if not idle:
         return given
-    log_dist("no optimizer: the config's scheduler section has no effect", ranks=[0])
-    return {name: section for name, section in raw.data.items() if name != "scheduler"}
+    log_dist(f"keys of the config that have no effect here: {', '.join(idle)}", ranks=[0])
+    return {name: value for name, value in raw.data.items() if name not in idle}
 
 
 def initialize(
@@ -288,7 +294,7 @@ def initialize(
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    given = _without_idle_schedule(config if config is not None else config_params, optimizer)
+    given = _without_idle_keys(config if config is not None else config_params, optimizer)
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,
         model,
