@@ -97,6 +97,9 @@ class _Home:
             f"`with GatheredParameters(part.parameters()): ...`"
         )
 
+    def address(self, parameter: Tensor) -> None:
+        return None
+
     @contextmanager
     def copying(self, parameter: Tensor) -> Iterator[None]:
         self.need("deepcopy")

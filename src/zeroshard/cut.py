@@ -105,6 +105,9 @@ class Cut:
             parameter, lambda operation: _refuse(self, operation, "an entry of a state dict, for ")
         )
 
+    def address(self, parameter: nn.Parameter) -> int | None:
+        return None if self.access.contexts else id(parameter)
+
     @contextmanager
     def copying(self, parameter: nn.Parameter) -> Iterator[None]:
         """Every rank copies: a block of a model that is being put together, to train the copy."""

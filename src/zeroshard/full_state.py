@@ -8,9 +8,9 @@ gathered once for all modules inside.
 Loading writes into the gathered bucket, which is all that torch knows of; after a module, rank 0's values go from
 there to all ranks, into shards and masters. A master takes the value that was given, not what 16 bits leave of it.
 
-At stage 3 both are collectives: every rank calls them. But for code written for DeepSpeed, where nothing is gathered
-and one rank may ask a part of the model for its names, `parts_are_gathered` can be turned off. Should code in between
-raise, nothing has to be undone: a bucket that stayed gathered is freed by the next forward or step.
+At stage 3 both are collectives: every rank calls them. But for code written for DeepSpeed, where nothing is
+gathered and one rank may ask a part of the model for its names, `parts_are_gathered` can be turned off. Should code
+in between raise, nothing has to be undone: a bucket that stayed gathered is freed by the next forward or step.
 """
 
 from __future__ import annotations

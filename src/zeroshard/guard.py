@@ -81,6 +81,10 @@ class Home(Protocol):
         """What `parameter.detach()` is where the elements are not to be had: a tensor that tells its shape. None
         where `need` decides."""
 
+    def address(self, parameter: Any) -> int | None:
+        """What `parameter.data_ptr()` is where the elements are not to be had: a number of its own, by which code
+        counts tied weights once. None where `need` decides."""
+
     def copying(self, parameter: Any) -> AbstractContextManager[None]:
         """Inside, the elements can be copied."""
 
@@ -135,6 +139,9 @@ class Alias:
 
     def alias(self, made: Tensor) -> Tensor:
         return made
+
+    def address(self, made: Tensor) -> None:
+        return None
 
     def copying(self, made: Tensor) -> Any:
         raise self._refuse("deepcopy")
@@ -319,6 +326,10 @@ class ShardedParameter(nn.Parameter):
             alias: Tensor | None = home_of(args[0]).alias(args[0])
             if alias is not None:
                 return alias
+        if func is Tensor.data_ptr:
+            address: int | None = home_of(args[0]).address(args[0])
+            if address is not None:
+                return address
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)

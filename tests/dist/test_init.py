@@ -273,6 +273,8 @@ def put_together(rank: int, world: int) -> list[str]:
         state = model.state_dict(keep_vars=keep_vars)
         wrong += ["keys"] * (list(state) != list(expected.state_dict()))
         wrong += [n for n, v in expected.state_dict().items() if (v.shape, v.dtype) != (state[n].shape, state[n].dtype)]
+    addresses = {p.data_ptr() for p in model.parameters()}
+    wrong += ["addresses"] * (0 in addresses or len(addresses) != len(list(model.parameters())))
     twin = copy.deepcopy(model.blocks[1])
     wrong += ["still sharded"] * (not isinstance(model.blocks[1].up.weight, ShardedParameter))
     wrong += ["whole"] * any(isinstance(p, ShardedParameter) for p in twin.parameters())
