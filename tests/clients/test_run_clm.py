@@ -49,7 +49,14 @@ def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
         *("--config_name", "model", "--tokenizer_name", "model", "--cache_dir", "cache"),
         *("--train_file", "train.txt", "--validation_file", "validation.txt"),
         *("--deepspeed", "ds_config.json", "--local_rank", "0", "--use_cpu"),
-        *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "0.01"),
+        *(
+            "--per_device_train_batch_size",
+            "2",
+            "--gradient_accumulation_steps",
+            "2",
+            "--learning_rate",
+            "0.01",
+        ),
         *("--output_dir", "out", "--do_train", "--do_eval", "--report_to", "none", "--disable_tqdm", "true"),
         *("--logging_steps", "1", "--save_steps", "3"),
     ]

@@ -1,4 +1,4 @@
-"""Trains a causal language model on text files, in the manner of transformers' examples. Knows nothing of zeroshard."""
+"""Trains a causal language model on text files, in the manner of transformers' examples."""
 
 import logging
 import math
