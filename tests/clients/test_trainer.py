@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
+FAST = {
+    (1, "short last windows"),
+    (2, "short last windows, mean over samples"),
+    (1, "reentrant recomputation"),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "stage"),
+    [
+        pytest.param(
+            name,
+            stage,
+            marks=() if stage == 3 or (stage, name) in FAST else pytest.mark.slow,
+            id=f"{name}-{stage}",
+        )
+        for name in VARIANTS
+        for stage in (1, 2, 3)
+    ],
+)
 def test_variants(ranks2: RankPool, tmp_path: Path, ddp: Any, variant: str, stage: int) -> None:
     how = VARIANTS[variant]
     found = ranks2.run(client, runs.train, str(tmp_path), ds_config(stage), **how)
@@ -140,9 +159,16 @@ def test_variants(ranks2: RankPool, tmp_path: Path, ddp: Any, variant: str, stag
 # ---- saving and going on --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("model", ["llama", "lora"])
-@pytest.mark.parametrize("owner", ["hf", "ds"])
+RESUMED = {(1, "llama", "hf"), (2, "lora", "ds"), (3, "llama", "ds"), (3, "lora", "hf")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "owner"),
+    [
+        pytest.param(*case, marks=() if case in RESUMED else pytest.mark.slow)
+        for case in product((1, 2, 3), ("llama", "lora"), ("hf", "ds"))
+    ],
+)
 def test_a_resumed_run_equals_one_that_did_not_stop(
     ranks2: RankPool, tmp_path: Path, stage: int, model: str, owner: str
 ) -> None:
