@@ -98,11 +98,13 @@ def around(rank: int, world: int, out: str, stage: int) -> dict[str, Any]:
 def left_alone(rank: int, world: int, out: str, stage: int) -> dict[str, Any]:
     """Trainers that are just dropped: nothing of them stays."""
     alive: list[weakref.ref[Any]] = []
-    for number in range(2):
+    groups = []
+    for number in range(4):
         trainer = trainer_of(arguments(f"{out}/{number}", ds_config(stage)))
         trainer.train()
         parameters = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
         alive += [weakref.ref(trainer.deepspeed), weakref.ref(trainer.model), *parameters]
         del trainer
         forget_singletons()
-    return {"alive": sum(ref() is not None for ref in alive)}
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    return {"alive": sum(ref() is not None for ref in alive), "groups": groups[-1] - groups[0]}

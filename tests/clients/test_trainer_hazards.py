@@ -45,4 +45,4 @@ def test_what_is_done_to_the_model(ranks2: RankPool, tmp_path: Path, stage: int)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_trainer_that_is_dropped_is_gone(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
-    assert ranks2.run(client, hazards.left_alone, str(tmp_path), stage) == [{"alive": 0}] * 2
+    assert ranks2.run(client, hazards.left_alone, str(tmp_path), stage) == [{"alive": 0, "groups": 0}] * 2
