@@ -222,6 +222,7 @@ _PASSED_THROUGH = frozenset(
         Tensor.new_ones,
         Tensor.new_full,
         Tensor.new_tensor,
+        torch._has_compatible_shallow_copy_type,
         *(
             accessor
             for name in [
@@ -260,6 +261,19 @@ _PASSED_THROUGH = frozenset(
         ),
     }
 )
+
+
+_MOVES = frozenset({Tensor.to, Tensor.data.__set__})  # type: ignore[attr-defined]
+"""What `module.to(...)` does to parameters. Where they are there already, no elements are needed."""
+
+
+def _stays(func: Any, parameter: Tensor, *where: Any, **how: Any) -> bool:
+    if func is not Tensor.to:
+        return where[0] is parameter
+    device, dtype, *_ = torch._C._nn._parse_to(*where, **{k: v for k, v in how.items() if k != "copy"})
+    with torch._C.DisableTorchFunctionSubclass():
+        same = device is None or torch.empty(0, device=device).device == parameter.device  # with its index
+        return same and dtype in (None, parameter.dtype) and not how.get("copy")
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
@@ -320,6 +334,8 @@ class ShardedParameter(nn.Parameter):
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
+        if func in _MOVES and _stays(func, *args, **kwargs):
+            return args[0]
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
         if func is Tensor.detach and not _makes_parameter():

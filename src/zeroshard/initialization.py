@@ -200,8 +200,8 @@ def open_groups(policy: Policy, world: World) -> Groups:
 class _Ended:
     """Process groups of engines that nobody closed, and that are gone.
 
-    A process group stays until it is destroyed, and ranks collect garbage at different times. So it is destroyed when
-    the next engine is made and its own is gone on all ranks, by when nobody can be waiting in it.
+    A process group stays until it is destroyed, and ranks collect garbage at different times. So it is destroyed
+    when the next engine is made and its own is gone on all ranks, by when nobody can be waiting in it.
     """
 
     _latest: ClassVar[_Ended | None] = None

@@ -176,6 +176,7 @@ def sixteen(rank: int, world: int, out: str, stage: int, precision: str) -> dict
         stage, **({"fp16": {"enabled": True, "initial_scale_power": 24}} if precision == "fp16" else {})
     )
     how = {} if precision == "fp32" else {precision: True}
+    how["bf16_full_eval"] = precision == "bf16"
     trainer = trainer_of(arguments(out, config, max_steps=14, logging_steps=1, **how))
     trainer.train()
     trainer.save_model(f"{out}/final")
