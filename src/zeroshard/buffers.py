@@ -16,7 +16,8 @@ that storage, so they see the data again after the next gather, and no activatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm import Collectives, Work
-from zeroshard.errors import StateError
-from zeroshard.guard import Status, fingerprint, sharded_class
+from zeroshard.errors import ShardedAccessError, StateError
+from zeroshard.guard import Alias, Status, fingerprint, sharded_class
 from zeroshard.layout import BucketLayout
 from zeroshard.streams import Lane
 
@@ -83,6 +84,27 @@ class _Home:
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
 
+    def alias(self, parameter: Tensor) -> Tensor | None:
+        if not self.buffer.gives_aliases:
+            return None
+        return Alias.of(parameter, self._refuse_entry)
+
+    def _refuse_entry(self, operation: str) -> ShardedAccessError:
+        return ShardedAccessError(
+            f"{self.name!r} (shape {tuple(self.shape)}) in the state dict of a part of the model is a name without "
+            f"elements, and {operation!r} needs them: one rank alone may ask for names, so nothing is gathered. "
+            f"Cure, on every rank: engine.full_state_dict(), or take the state dict of the part inside of "
+            f"`with GatheredParameters(part.parameters()): ...`"
+        )
+
+    def address(self, parameter: Tensor) -> None:
+        return None
+
+    @contextmanager
+    def copying(self, parameter: Tensor) -> Iterator[None]:
+        self.need("deepcopy")
+        yield
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickled parameter has left its engine
 
@@ -134,6 +156,8 @@ class FlatBuffer:
         """How often edits were kept, by blocks of `gathered` and by `put`."""
         self.access: Any = None
         """Who reads and edits states of these parameters (`access.Access`)."""
+        self.gives_aliases = False
+        """A state dict is being made that may have names without elements (`full_state.FullState`)."""
         self.group, self._lane = group, lane
         self._second = None if secondary is None or layout.resident else _SecondShard(secondary, full)
         self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import ballot, open_collectives, unanimous
 from zeroshard.errors import ShardedAccessError, StateError
-from zeroshard.guard import Status, fingerprint, home_of, sharded_class
+from zeroshard.guard import Alias, Status, fingerprint, home_of, sharded_class
 
 __all__ = ["Cut", "Cuts", "can_cut", "trim_heap"]
 
@@ -97,6 +97,27 @@ class Cut:
     def used(self, result: Any) -> None:
         self.access.put_away_oldest()
 
+    def alias(self, parameter: nn.Parameter) -> Tensor | None:
+        """Outside of `zeroshard.Init`: so `state_dict()` has its names, shapes and dtypes, as loaders want them."""
+        if self.access.contexts:
+            return None
+        return Alias.of(
+            parameter, lambda operation: _refuse(self, operation, "an entry of a state dict, for ")
+        )
+
+    def address(self, parameter: nn.Parameter) -> int | None:
+        return None if self.access.contexts else id(parameter)
+
+    @contextmanager
+    def copying(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Every rank copies: a block of a model that is being put together, to train the copy."""
+        if self.access.contexts:
+            self.need("deepcopy")
+            yield
+            return
+        with self.access.gathered([parameter]):
+            yield
+
     def hand_over(self, target: Tensor) -> None:
         """See `Cuts.hand_over`."""
         self.access.hand_over(self, target)
@@ -118,6 +139,16 @@ class Cut:
         if self.piece.numel() != stop - start or self.piece.dtype is not dtype:
             self.piece = _memory(stop - start, dtype, self._at)
         return dtype
+
+
+def _refuse(cut: Cut, operation: str, what: str = "") -> ShardedAccessError:
+    return ShardedAccessError(
+        f"{what}parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks by "
+        f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
+        f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
+        f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "
+        f"the model to its device)."
+    )
 
 
 class Cuts:
@@ -183,13 +214,7 @@ class Cuts:
     def touch(self, cut: Cut, operation: str) -> None:
         """Open it, inside `zeroshard.Init`; ShardedAccessError elsewhere."""
         if not self.contexts:
-            raise ShardedAccessError(
-                f"parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks by "
-                f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
-                f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
-                f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "
-                f"the model to its device)."
-            )
+            raise _refuse(cut, operation)
         self._open_one(cut)
 
     def _open_one(self, cut: Cut) -> None:

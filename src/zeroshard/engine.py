@@ -405,6 +405,25 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
 
     # ---- life cycle ---------------------------------------------------------------------------------
 
+    def to(self, *args: Any, **kwargs: Any) -> Engine:
+        """The engine as it is, for code that moves models: `initialize` has placed it. StateError for another
+        device or dtype than the weights have."""
+        if self._closed:
+            return super().to(*args, **kwargs)
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        stays = device is None or (
+            device.type == self.device.type and device.index in (None, self.device.index)
+        )
+        if stays and (dtype is None or dtypes <= {dtype}):
+            return self
+        held = ", ".join(sorted(map(str, dtypes)))
+        raise StateError(
+            f"engine.to({', '.join(str(part) for part in (device, dtype) if part is not None)}): its weights are "
+            f"{held} on {self.device}, where `initialize` has placed them. Choose the dtype in the config (bf16, "
+            f"fp16), and the device before `initialize`"
+        )
+
     def allreduce_gradients(self) -> None:
         """Reduce now what backwards only accumulated so far; the step does it anyway. All ranks call it."""
         self._check_open("allreduce_gradients")

@@ -8,8 +8,9 @@ gathered once for all modules inside.
 Loading writes into the gathered bucket, which is all that torch knows of; after a module, rank 0's values go from
 there to all ranks, into shards and masters. A master takes the value that was given, not what 16 bits leave of it.
 
-At stage 3 both are collectives: every rank calls them. Should code in between raise, nothing has to be undone: a
-bucket that stayed gathered is freed by the next forward or step.
+At stage 3 both are collectives: every rank calls them. But for code written for DeepSpeed, where nothing is
+gathered and one rank may ask a part of the model for its names, `parts_are_gathered` can be turned off. Should code
+in between raise, nothing has to be undone: a bucket that stayed gathered is freed by the next forward or step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.buffers import FlatBuffer
 from zeroshard.errors import StateError
-from zeroshard.guard import has_engine, home_of
+from zeroshard.guard import Alias, has_engine, home_of
 from zeroshard.states import States
 from zeroshard.trace import Action, Kind
 
@@ -59,6 +60,11 @@ class FullState:
     def __init__(self, states: States) -> None:
         self._states, self._executor = states, states.executor
         self._copies = _Copies()
+        self.parts_are_gathered = True
+        """A state dict that is asked of a part of the model, and not of the whole, has elements too."""
+        self._gathers = True
+        """So for the one that is being made."""
+        self._root: weakref.ref[nn.Module] | None = None
         self._opened: Any = WeakIdKeyDictionary()
         """By module: the buckets that were gathered for it."""
         self._given: Any = WeakIdKeyDictionary()
@@ -69,6 +75,7 @@ class FullState:
     def install(self, model: nn.Module) -> list[RemovableHandle]:
         """Hook every module that has parameters; the handles remove the hooks."""
         handles: list[RemovableHandle] = []
+        self._root = weakref.ref(model)
         for module in model.modules():
             if next(module.parameters(), None) is not None:
                 handles += self._hook(module)
@@ -76,10 +83,18 @@ class FullState:
 
     def _hook(self, module: nn.Module) -> list[RemovableHandle]:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            self._open(module)
+            if not prefix:  # the outermost call: torch gives those below a prefix
+                assert self._root is not None
+                self._gathers = self.parts_are_gathered or module is self._root()
+            if self._gathers:
+                self._open(module)
+            else:
+                self._give_aliases(module, True)
 
         def after_save(module: nn.Module, saved: Any, prefix: str, _: Any) -> None:
             self._copy_out(module, saved, prefix)
+            if not self._gathers:
+                self._give_aliases(module, False)
             self._shut(module)
 
         def before_load(module: nn.Module, given: Any, prefix: str, metadata: Any, *more: Any) -> None:
@@ -131,6 +146,10 @@ class FullState:
         for bucket in self._opened.pop(module, ()):
             self._executor.perform(Action(Kind.FREE, bucket))
 
+    def _give_aliases(self, module: nn.Module, given: bool) -> None:
+        for buffer in self._buffers_of(module.parameters()):
+            buffer.gives_aliases = given
+
     # ---- saving -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -148,6 +167,8 @@ class FullState:
         for key in [key for key in saved if key.startswith(prefix)]:
             value = saved[key]
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                continue
+            if isinstance(home_of(value), Alias):
                 continue
             source = next((buffer for buffer in buffers if buffer.shares_memory(value)), None)
             if source is None:

@@ -18,6 +18,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from zeroshard.errors import ShardedAccessError
 
 __all__ = [
     "LEAF_MARK",
+    "Alias",
     "Home",
     "ShardedParameter",
     "Status",
@@ -76,6 +78,17 @@ class Home(Protocol):
     def used(self, result: Any) -> None:
         """`operation` is done; its result may need the weights again in backward."""
 
+    def alias(self, parameter: Any) -> Tensor | None:
+        """What `parameter.detach()` is where the elements are not to be had: a tensor that tells its shape. None
+        where `need` decides."""
+
+    def address(self, parameter: Any) -> int | None:
+        """What `parameter.data_ptr()` is where the elements are not to be had: a number of its own, by which code
+        counts tied weights once. None where `need` decides."""
+
+    def copying(self, parameter: Any) -> AbstractContextManager[None]:
+        """Inside, the elements can be copied."""
+
 
 def home_of(parameter: Tensor) -> Any:
     """The parameter's home, or None for a tensor zeroshard does not hold."""
@@ -95,6 +108,47 @@ def refuse_access(name: str, shape: Sequence[int], shards: int, operation: str) 
         f"elements outside a forward of the engine. Cure: on every rank, `with engine.gathered([param]): ...` "
         f"(its shape, dtype and device can be read at any time)."
     )
+
+
+class Alias:
+    """The home of a tensor that stands for a sharded parameter in a state dict: it tells shape and dtype, and has
+    no elements."""
+
+    buffer = None
+    status = Status.NOT_AVAILABLE
+
+    def __init__(self, home: Home, refuse: Callable[[str], ShardedAccessError]) -> None:
+        self.name, self.shape, self.shards, self.number = home.name, home.shape, home.shards, home.number
+        self.access = self
+        self.piece = torch.empty(0)
+        self._refuse = refuse
+
+    @classmethod
+    def of(cls, parameter: Tensor, refuse: Callable[[str], ShardedAccessError]) -> Tensor:
+        """The tensor. `refuse(operation)` is what is raised when its elements are wanted."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        made = Tensor._make_subclass(type(parameter), empty, False)
+        made._zeroshard = cls(home_of(parameter), refuse)  # type: ignore[attr-defined]
+        return made
+
+    def need(self, operation: str) -> None:
+        raise self._refuse(operation)
+
+    def used(self, result: Any) -> None:
+        """Never."""
+
+    def alias(self, made: Tensor) -> Tensor:
+        return made
+
+    def address(self, made: Tensor) -> None:
+        return None
+
+    def copying(self, made: Tensor) -> Any:
+        raise self._refuse("deepcopy")
+
+    def gathered(self, params: Sequence[Tensor], modifier_rank: int | None = None) -> Any:
+        raise self._refuse("GatheredParameters")
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -169,6 +223,7 @@ _PASSED_THROUGH = frozenset(
         Tensor.new_ones,
         Tensor.new_full,
         Tensor.new_tensor,
+        torch._has_compatible_shallow_copy_type,
         *(
             accessor
             for name in [
@@ -207,6 +262,19 @@ _PASSED_THROUGH = frozenset(
         ),
     }
 )
+
+
+_MOVES = frozenset({Tensor.to, Tensor.data.__set__})  # type: ignore[attr-defined]
+"""What `module.to(...)` does to parameters. Where they are there already, no elements are needed."""
+
+
+def _stays(func: Any, parameter: Tensor, *where: Any, **how: Any) -> bool:
+    if func is not Tensor.to:
+        return where[0] is parameter
+    device, dtype, *_ = torch._C._nn._parse_to(*where, **{k: v for k, v in how.items() if k != "copy"})
+    with torch._C.DisableTorchFunctionSubclass():
+        same = device is None or torch.empty(0, device=device).device == parameter.device  # with its index
+        return same and dtype in (None, parameter.dtype) and not how.get("copy")
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
@@ -267,8 +335,18 @@ class ShardedParameter(nn.Parameter):
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
+        if func in _MOVES and _stays(func, *args, **kwargs):
+            return args[0]
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
+        if func is Tensor.detach and not _makes_parameter():
+            alias: Tensor | None = home_of(args[0]).alias(args[0])
+            if alias is not None:
+                return alias
+        if func is Tensor.data_ptr:
+            address: int | None = home_of(args[0]).address(args[0])
+            if address is not None:
+                return address
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -288,8 +366,8 @@ class ShardedParameter(nn.Parameter):
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
-        home_of(self).need("deepcopy")  # from here on the class is the one the user gave
-        return copy.deepcopy(self, memo)
+        with home_of(self).copying(self):  # inside, the class is the one the user gave
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         home_of(self).need("pickle")

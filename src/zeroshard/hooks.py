@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -200,10 +201,14 @@ def hook_gradient(
     parameter: nn.Parameter, name: str, bucket: int, index: int, executor: Executor, boundary: Boundary
 ) -> RemovableHandle:
     """Take the gradient of a parameter that requires grad, whenever it comes."""
+    # A hook of a tensor is held where Python's garbage collector does not look, so it must not hold what holds the
+    # tensor: an engine that nobody closed would stay for good.
+    at_work = weakref.ref(executor), weakref.ref(boundary)
 
     def gradient_ready(parameter: torch.Tensor) -> None:
+        executor, boundary = at_work[0](), at_work[1]()
         gradient = parameter.grad
-        if gradient is not None:
+        if gradient is not None and executor is not None and boundary is not None:
             parameter.grad = None
             boundary.check_scaled(name)
             executor.arrive(bucket, index, gradient)

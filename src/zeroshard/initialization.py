@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -187,6 +188,7 @@ def open_groups(policy: Policy, world: World) -> Groups:
     Shard groups are consecutive ranks, and so are the groups of a secondary copy inside them; ranks of the same
     place in their shard groups are replicas of each other. All ranks make all groups, in the same order.
     """
+    ended = _Ended.of(world)
     ranks, shard = list(range(world.size)), policy.shard_size
     owned: list[dist.ProcessGroup] = []
 
@@ -202,7 +204,56 @@ def open_groups(policy: Policy, world: World) -> Groups:
     gather, reduce = opened(neighbours), opened(neighbours)
     replicate = opened([ranks[place::shard] for place in range(shard)])
     secondary = opened(_consecutive(ranks, policy.secondary_size)) if policy.secondary_size > 1 else None
-    return Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=tuple(owned))
+    groups = Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=owned)
+    ended.watch(groups)
+    return groups
+
+
+class _Ended:
+    """Process groups of engines that nobody closed, and that are gone.
+
+    A process group stays until it is destroyed, and ranks collect garbage at different times. So it is destroyed
+    when the next engine is made and its own is gone on all ranks, by when nobody can be waiting in it.
+    """
+
+    _latest: ClassVar[_Ended | None] = None
+    _WINDOW = 256
+    """Of so many engines, the latest, it is kept who is gone."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made = 0
+        self._gone: dict[int, list[dist.ProcessGroup]] = {}
+        """By number of the engine, the same on all ranks; empty lists of those that were closed."""
+
+    @classmethod
+    def of(cls, world: World) -> _Ended:
+        """That of the default group there is now, after what is gone on all ranks was destroyed. A collective."""
+        if cls._latest is None or cls._latest._world.group is not world.group:
+            cls._latest = cls(world)
+        elif world.size > 1:
+            cls._latest._destroy()
+        return cls._latest
+
+    def watch(self, groups: Groups) -> None:
+        self._made += 1
+        finalizer = weakref.finalize(groups, self._gone.__setitem__, self._made, groups.owned)
+        finalizer.atexit = False
+
+    def _destroy(self) -> None:
+        for number, owned in list(self._gone.items()):
+            if not owned:
+                del self._gone[number]
+        mine = [number for number in self._gone if number > self._made - self._WINDOW]
+        flags = torch.zeros(self._WINDOW, dtype=torch.float64, device=self._world.device)
+        for number in mine:
+            flags[number % self._WINDOW] = 1.0
+        dist.all_reduce(flags, group=self._world.group)
+        everywhere = (flags == self._world.size).tolist()
+        for number in sorted(mine):
+            if everywhere[number % self._WINDOW]:
+                for group in self._gone.pop(number):
+                    dist.destroy_process_group(group)
 
 
 def _consecutive(ranks: list[int], size: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,15 +41,15 @@ class Groups:
     replicate: Collectives
     secondary: Collectives | None = None
     """The neighbours that share a second copy of gathered parameters (hpZ)."""
-    owned: tuple[dist.ProcessGroup, ...] = ()
+    owned: list[dist.ProcessGroup] = field(default_factory=list)
     """Process groups made for these collectives, which end with them."""
 
     def close(self) -> None:
         for group in (self.gather, self.reduce, self.replicate, self.secondary):
             if group is not None:
                 group.close()
-        for made in self.owned:
-            dist.destroy_process_group(made)
+        while self.owned:
+            dist.destroy_process_group(self.owned.pop())
 
 
 def describe(

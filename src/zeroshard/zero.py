@@ -58,7 +58,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        params: nn.Parameter | nn.Module | Iterable[Tensor],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,

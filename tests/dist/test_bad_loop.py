@@ -158,7 +158,15 @@ def gradient_given_by_hand(rank: int, world: int, stage: int) -> Case:
     return closing(pair, act)
 
 
+def moved(rank: int, world: int, stage: int) -> Case:
+    pair = Pair.of(rank, world, stage)
+    assert pair.engine.to("cpu") is pair.engine.to(torch.device("cpu"), torch.float32) is pair.engine
+    pair.engine.module.to(torch.device("cpu", 0), torch.float32)  # nothing to do, sharded or not
+    return closing(pair, lambda: pair.engine.to(torch.bfloat16))
+
+
 CASES = [
+    (moved, "StateError", ("engine.to(torch.bfloat16)", "torch.float32 on cpu", "Choose the dtype in the config")),
     (scheduler_without_optimizer, "ConfigError", ("StepLR", "needs an optimizer", "pass optimizer=")),
     (parameter_in_two_groups, "ModelError", ("'heads.0.weight'", "groups 0 and 1", "once")),
     (closure, "StateError", ("closure", "call step() without it")),

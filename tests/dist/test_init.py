@@ -241,9 +241,10 @@ def outside(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "read": lambda: model.blocks[1].up.weight.sum(),
         "edit": lambda: nn.init.ones_(model.blocks[1].up.weight),
         "forward": lambda: model(tokens(0, 0, rank)),
-        "copy": lambda: copy.deepcopy(model),
         "pickle": lambda: torch.save(model, io.BytesIO()),
-        "state_dict": model.state_dict,
+        "state_dict": lambda: model.state_dict()["blocks.1.up.weight"].sum(),
+        "state_dict, saved": lambda: torch.save(model.state_dict(), io.BytesIO()),
+        "parameter": lambda: nn.Parameter(model.blocks[1].up.weight),
         "load_state_dict": lambda: model.load_state_dict(full),
         "move": lambda: model.to(torch.float64),
     }
@@ -263,6 +264,27 @@ def test_elements_are_not_to_be_had_outside(ranks2: RankPool) -> None:
             assert "under `with zeroshard.Init(): ...` again" in message
         assert "parameter 'blocks.1.up.weight' (shape (5, 7))" in found["edit"][1]
         assert "'fill_' needs its elements" in found["edit"][1]
+
+
+def put_together(rank: int, world: int) -> list[str]:
+    """What loaders and adapters do with a model that has no engine yet: names and shapes, and copies of parts."""
+    expected, model = built(Odd, rank)
+    wrong = []
+    for keep_vars in (False, True):
+        state = model.state_dict(keep_vars=keep_vars)
+        wrong += ["keys"] * (list(state) != list(expected.state_dict()))
+        wrong += [n for n, v in expected.state_dict().items() if (v.shape, v.dtype) != (state[n].shape, state[n].dtype)]
+    addresses = {p.data_ptr() for p in model.parameters()}
+    wrong += ["addresses"] * (0 in addresses or len(addresses) != len(list(model.parameters())))
+    twin = copy.deepcopy(model.blocks[1])
+    wrong += ["still sharded"] * (not isinstance(model.blocks[1].up.weight, ShardedParameter))
+    wrong += ["whole"] * any(isinstance(p, ShardedParameter) for p in twin.parameters())
+    same = zip(twin.parameters(), expected.blocks[1].parameters(), strict=True)
+    return wrong + ["copy"] * any(not torch.equal(p, q) for p, q in same)
+
+
+def test_names_shapes_and_copies_before_there_is_an_engine(ranks2: RankPool) -> None:
+    assert ranks2.run(put_together) == [[], []]
 
 
 def inside_again(rank: int, world: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import zeroshard
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
-from zeroshard.config import Config
+from zeroshard.config import Config, read_config
 from zeroshard.config.scalars import plain
 from zeroshard.engine import Engine
 from zeroshard.errors import NotYetError
@@ -42,11 +42,12 @@ class DeepSpeedEngine(Engine):
     def __init__(self, module: nn.Module, **parts: Any) -> None:
         super().__init__(module, **parts)
         self._given_config = self._config.raw
+        self._full_state.parts_are_gathered = False  # PEFT asks parts for their names on rank 0 alone
         if self.optimizer is not None:
             # For clients that look there: Hugging Face holds its own scheduler back when a step was skipped.
             vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
             if self.policy.stage >= 3:
-                vars(self.optimizer)["parameter_offload"] = _ParameterOffload(self)
+                vars(self.optimizer)["parameter_offload"] = _ParameterOffload()
             self._handles.append(self.optimizer.register_step_post_hook(self._tell_overflow))
         if self.policy.stage >= 3:
             mark(self.module.parameters())
@@ -234,18 +235,41 @@ def _value_at(config: Config, path: str) -> Any:
 
 
 class _ParameterOffload:
-    """Where TRL looks for DeepSpeed's hooks, to take them off before it generates: there are none to take off.
+    """Where TRL looks for DeepSpeed's hooks and their parameters, to take them off before it generates: none.
 
     It gathers all weights first, and while they are here the engine's own hooks do nothing.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.module = engine.module
+    def __init__(self) -> None:
+        self.module = self
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    ds_external_parameters = named_parameters
+
+    def _register_deepspeed_module(self, module: Any) -> None:
         """Nothing to do."""
+
+
+def _without_idle_keys(given: Any, optimizer: Any) -> Any:
+    """A config without what DeepSpeed passes over and clients write all the same.
+
+    A schedule when there is nothing that it could drive: the config of a training run, used to evaluate (Trainer).
+    Names with dots at the top level, such as "zero_optimization.reduce_bucket_size" (TRL).
+    """
+    if given is None:
+        return given
+    raw = read_config(given)
+    idle = [name for name in raw.data if "." in name]
+    if optimizer is None and "scheduler" in raw.data and not raw.data.get("optimizer"):
+        idle.append("scheduler")
+    if not idle:
+        return given
+    log_dist(f"keys of the config that have no effect here: {', '.join(idle)}", ranks=[0])
+    return {name: value for name, value in raw.data.items() if name not in idle}
 
 
 def initialize(
@@ -274,7 +298,7 @@ def initialize(
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    given = config if config is not None else config_params
+    given = _without_idle_keys(config if config is not None else config_params, optimizer)
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,
         model,

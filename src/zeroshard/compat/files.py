@@ -33,8 +33,18 @@ __all__ = [
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """A copy of nested containers whose tensors have memory of their own on `device`: what torch.save then writes
-    is no larger than they are."""
-    return tree_map(lambda leaf: leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf, item)
+    is no larger than they are. Tensors that are the same elements, such as tied weights, share one copy."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def clone(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        same = leaf.dtype, leaf.data_ptr(), leaf.shape, leaf.stride()
+        if leaf.data_ptr() == 0 or same not in copies:
+            copies[same] = leaf.detach().clone().to(device)
+        return copies[same]
+
+    return tree_map(clone, item)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

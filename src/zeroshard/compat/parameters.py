@@ -46,20 +46,25 @@ class ZeroParamType(enum.Enum):
 
 
 class GatheredParameters(zero.GatheredParameters):
-    """`zeroshard.zero.GatheredParameters`, with DeepSpeed's rule for tensors that are not sharded: left alone.
+    """`zeroshard.zero.GatheredParameters`, with DeepSpeed's rule for what is not sharded: left alone.
 
-    Lists made from a set, in another order on each rank, may have buffers among them.
+    Lists made from a set, in another order on each rank, may have buffers among them; others have None where a
+    layer has no bias.
     """
 
     def __init__(
         self,
-        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        params: nn.Parameter | nn.Module | Iterable[Any],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        super().__init__(params, modifier_rank, fwd_module, enabled)
-        self._params = [tensor for tensor in self._params if home_of(tensor) is not None]
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Tensor):
+            params = [params]
+        sharded = [entry for entry in params if isinstance(entry, Tensor) and home_of(entry) is not None]
+        super().__init__(sharded, modifier_rank, fwd_module, enabled)
 
 
 _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition_numel")
