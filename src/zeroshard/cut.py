@@ -94,6 +94,17 @@ class Cut:
     def need(self, operation: str) -> None:
         self.access.touch(self, operation)
 
+    def convert(self, to: Tensor) -> bool:
+        """What is kept becomes of that dtype, and is opened on that device."""
+        if to.is_meta:
+            return False  # the values would be gone
+        self.device, parameter = to.device, self.parameter
+        self._dtype = None if self._dtype is None else to.dtype
+        self.piece = self.piece.to(to.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = to
+        return True
+
     def used(self, result: Any) -> None:
         self.access.put_away_oldest()
 

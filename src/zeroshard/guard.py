@@ -72,6 +72,10 @@ class Home(Protocol):
     def need(self, operation: str) -> None:
         """Make the weights available for `operation`, or raise ShardedAccessError."""
 
+    def convert(self, to: Tensor) -> bool:
+        """`module.to(...)` and its like: take on the dtype and device of the 0-element `to`, where that needs no
+        elements; else False, and nothing is done."""
+
     def used(self, result: Any) -> None:
         """`operation` is done; its result may need the weights again in backward."""
 
@@ -168,6 +172,7 @@ _PASSED_THROUGH = frozenset(
         Tensor.new_ones,
         Tensor.new_full,
         Tensor.new_tensor,
+        torch._has_compatible_shallow_copy_type,
         *(
             accessor
             for name in [
@@ -208,7 +213,22 @@ _PASSED_THROUGH = frozenset(
 )
 
 
+# Of a tensor that is what is asked for already they give the tensor itself.
+_CONVERSIONS: frozenset[Any] = frozenset(
+    {
+        Tensor.to,
+        Tensor.cpu,
+        Tensor.cuda,
+        Tensor.xpu,
+        Tensor.float,
+        Tensor.double,
+        Tensor.half,
+        Tensor.bfloat16,
+    }
+)
+
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
+_CONVERTS_MODULE = nn.Module._apply.__code__
 
 
 class ShardedParameter(nn.Parameter):
@@ -268,6 +288,13 @@ class ShardedParameter(nn.Parameter):
             return home_of(args[0]).shape.numel() * args[0].element_size()
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                converted = func(*args, **kwargs)
+            if converted is args[0] or (_called_by(_CONVERTS_MODULE) and home_of(args[0]).convert(converted)):
+                return args[0]
+        if func == Tensor.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
+            return None  # the other half of a module's conversion
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -281,7 +308,7 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
-        if func is Tensor.detach and _makes_parameter():
+        if func is Tensor.detach and _called_by(_MAKES_PARAMETER):
             # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
             result = Tensor._make_subclass(type(args[0]), result)
         return result
@@ -304,14 +331,14 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
 
 
-def _makes_parameter() -> bool:
-    """The guard was asked by `nn.Parameter(...)`, through the wrapper that keeps it out of compiled code."""
+def _called_by(code: types.CodeType) -> bool:
+    """The guard was asked by the function of this code, through the wrapper that keeps it out of compiled code."""
     frame = sys._getframe(1).f_back
     for _ in range(4):
-        if frame is None or frame.f_code is _MAKES_PARAMETER:
+        if frame is None or frame.f_code is code:
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code is _MAKES_PARAMETER
+    return frame is not None and frame.f_code is code
 
 
 def _shape_of(parameter: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def outside(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "pickle": lambda: torch.save(model, io.BytesIO()),
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict(full),
-        "move": lambda: model.to(torch.float64),
+        "discard": lambda: model.to("meta"),
     }
     found = {what: attempt(act) for what, act in acts.items()}
     found["describe"] = "", repr(model.scale)
@@ -262,6 +262,31 @@ def test_elements_are_not_to_be_had_outside(ranks2: RankPool) -> None:
             assert "under `with zeroshard.Init(): ...` again" in message
         assert "parameter 'blocks.1.up.weight' (shape (5, 7))" in found["edit"][1]
         assert "'fill_' needs its elements" in found["edit"][1]
+
+
+def converted(rank: int, world: int) -> list[str]:
+    """`module.to` needs no elements: what each rank keeps is converted where it is, also before an engine takes it."""
+    expected, model = built(Odd, rank)
+    kept = model.scale
+    wrong = ["cpu"] * (model.cpu().float().scale is not kept or not isinstance(kept, ShardedParameter))
+    expected.to(torch.bfloat16).double()
+    model.to(torch.bfloat16).double()
+    wrong += ["dtype"] * (kept.dtype is not torch.float64 or not isinstance(kept, ShardedParameter))
+    with GatheredParameters(model):
+        named = zip(model.named_parameters(), expected.parameters(), strict=True)
+        wrong += [name for (name, p), q in named if not torch.equal(p, q)]
+    expected.float()
+    engine, *_ = zeroshard.initialize(model=model.float(), config=config(3))
+    model.cpu().to("cpu", torch.float32)
+    wrong += ["bfloat16"] * (attempt(model.bfloat16)[0] != "ShardedAccessError")
+    state = model.state_dict()
+    wrong += [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
+    engine.close()
+    return wrong
+
+
+def test_a_sharded_model_is_converted_where_it_is(ranks2: RankPool) -> None:
+    assert ranks2.run(converted) == [[], []]
 
 
 def inside_again(rank: int, world: int) -> list[str]:

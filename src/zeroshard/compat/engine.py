@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -49,6 +50,7 @@ class DeepSpeedEngine(Engine):
             self.optimizer.register_step_post_hook(self._tell_overflow)
         if self.policy.stage >= 3:
             mark(self.module.parameters())
+        _engines.add(self)
 
     def _tell_overflow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         vars(optimizer)["overflow"] = not self.was_step_applied()
@@ -61,6 +63,7 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         """See `zeroshard.Engine.close`."""
         super().close()
+        _engines.discard(self)
         unmark(self.module.parameters())
 
     destroy = close
@@ -100,6 +103,33 @@ class DeepSpeedEngine(Engine):
     get_tensor_parallel_rank = get_sequence_parallel_rank = get_model_parallel_rank
 
     # ---- the loop -----------------------------------------------------------------------------------
+
+    @property
+    def _lightning(self) -> Any:
+        """Lightning's Trainer that the module is attached to, or None."""
+        trainer = getattr(self.module, "_trainer", None)
+        return trainer if hasattr(trainer, "accumulate_grad_batches") else None
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        tokens: float | None = None,
+    ) -> Tensor:
+        """See `zeroshard.Engine.backward`. Lightning's Trainer has divided the loss already, for every strategy."""
+        divide = scale_wrt_gas and self._lightning is None
+        return super().backward(loss, retain_graph, divide, tokens=tokens)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """See `zeroshard.Engine`; under Lightning's Trainer also the last batch of an epoch, as in its DDP.
+
+        Its strategy steps after every batch and leaves counting to the engine, which cannot see epochs.
+        """
+        if super().is_gradient_accumulation_boundary():
+            return True
+        return self._forced is None and self._lightning is not None and bool(self._lightning.is_last_batch)
 
     def empty_partition_cache(self) -> None:
         """Free every weight that is gathered and not in use, and the allocator's cache."""
@@ -244,6 +274,16 @@ class _ParameterOffload:
         """Nothing to do."""
 
 
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def _let_go(model: nn.Module | None) -> None:
+    """Close the engines of this very module: Lightning makes a new one for each of fit, validate, test and predict,
+    and ends none of them."""
+    for engine in [engine for engine in _engines if engine.module is model]:
+        engine.close()
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -261,7 +301,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
     """`zeroshard.initialize` with DeepSpeed's arguments and engine.
 
-    `config` wins over `config_params` and over `args.deepspeed_config`. `mpu` and `mesh_param` are for model
+    An engine that `model` has already is closed. `config` wins over `config_params` and over
+    `args.deepspeed_config`. `mpu` and `mesh_param` are for model
     parallelism, which is not there yet: only a size of 1 is accepted.
     """
     if mesh_param is not None and mesh_param[1] != 1:
@@ -270,6 +311,7 @@ def initialize(
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _let_go(model)
     given = config if config is not None else config_params
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,

@@ -1,0 +1,92 @@
+"""One rank's part of the tests of Lightning and Fabric. Top-level imports are what every process has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def client(rank: int, world: int, case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `case(...)` as a process that `zeroshard run --as-deepspeed` started would."""
+    from zeroshard.compat import activate
+
+    activate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return case(*args, **kwargs)
+
+
+# ---- Trainer --------------------------------------------------------------------------------------------
+
+
+SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def strategy_of(stage: int | None, **settings: Any) -> Any:
+    """Lightning's strategy; stage None is its own DDP."""
+    import lightning_parts as parts
+
+    if stage is None:
+        return "ddp"
+    strategy = parts.CPUDeepSpeed(stage=stage, process_group_backend="gloo", **settings)
+    if stage == 3:  # so that a model this small is sharded, and gathered each time
+        strategy.config["zero_optimization"] |= SHARDED
+    return strategy
+
+
+def fit(
+    stage: int | None,
+    directory: str,
+    *,
+    model: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | None = None,
+    samples: int = 48,
+    resume: str | None = None,
+    callbacks: tuple[str, ...] = (),
+    saves: dict[str, Any] | None = None,
+    sharded: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train and evaluate; what can be compared of it."""
+    import lightning_parts as parts
+
+    made = (parts.Configured if sharded else parts.Regression)(**(model or {}))
+    added = [parts.CALLBACKS[name]() for name in callbacks]
+    if saves is not None:
+        added.append(parts.every_step(directory, **saves))
+    trainer = parts.trainer(
+        strategy_of(stage, **(strategy or {})),
+        directory,
+        callbacks=added,
+        enable_checkpointing=saves is not None,
+        **settings,
+    )
+    trainer.fit(made, parts.loader(samples), parts.loader(16, seed=1), ckpt_path=resume)
+    return {
+        "losses": made.losses,
+        "rates": made.rates,
+        "steps": trainer.global_step,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "weights": dict(made.state_dict()),
+        "callbacks": [getattr(callback, "told", None) for callback in added],
+    }
+
+
+def all_of_it(stage: int | None, directory: str, **settings: Any) -> dict[str, Any]:
+    """Everything a trainer does, one after the other, with one model."""
+    import lightning_parts as parts
+
+    made = parts.Regression()
+    trainer = parts.trainer(strategy_of(stage), directory, **settings)
+    found: dict[str, Any] = {}
+    found["before"] = trainer.validate(made, parts.loader(16, seed=1), verbose=False)
+    trainer.fit(made, parts.loader(), parts.loader(16, seed=1))
+    found["after"] = trainer.validate(made, parts.loader(16, seed=1), verbose=False)
+    found["test"] = trainer.test(made, parts.loader(16, seed=2), verbose=False)
+    found["predicted"] = torch.cat(trainer.predict(made, parts.loader(16, seed=2)))
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(made, parts.loader(), parts.loader(16, seed=1))
+    return {**found, "losses": made.losses}
