@@ -12,10 +12,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeed
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint, ModelSummary
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+__all__ = ["CSVLogger"]
 
 
 class CPUDeepSpeed(DeepSpeedStrategy):
@@ -112,10 +115,15 @@ def loader(samples: int = 48, batch: int = 4, seed: int = 0) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(-1).sin()), batch_size=batch)
 
 
-def trainer(strategy: Any, directory: str, **changes: Any) -> L.Trainer:
+def as_torchrun() -> None:
+    """What Lightning looks for in the environment to know that its processes are there."""
     os.environ.update(
         TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", GROUP_RANK="0"
     )
+
+
+def trainer(strategy: Any, directory: str, **changes: Any) -> L.Trainer:
+    as_torchrun()
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -139,6 +147,9 @@ class Configured(Regression):
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
             super().make_layers()
+
+    def on_fit_start(self) -> None:
+        self.born = type(self.net[0].weight).__name__
 
 
 # ---- callbacks ------------------------------------------------------------------------------------------
@@ -181,4 +192,9 @@ def every_step(directory: str, **settings: Any) -> ModelCheckpoint:
     return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **settings)
 
 
-CALLBACKS = {"average": Average, "summary": Summary, "rates": Rates}
+CALLBACKS = {
+    "average": Average,
+    "rates": Rates,
+    "summary": Summary,
+    "swapped average": lambda: EMAWeightAveraging(decay=0.5),
+}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 
 def client(rank: int, world: int, case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +54,7 @@ def fit(
     callbacks: tuple[str, ...] = (),
     saves: dict[str, Any] | None = None,
     sharded: bool = False,
+    logs: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train and evaluate; what can be compared of it."""
@@ -62,6 +69,8 @@ def fit(
         directory,
         callbacks=added,
         enable_checkpointing=saves is not None,
+        logger=parts.CSVLogger(directory) if logs else False,
+        log_every_n_steps=2,
         **settings,
     )
     trainer.fit(made, parts.loader(samples), parts.loader(16, seed=1), ckpt_path=resume)
@@ -71,6 +80,7 @@ def fit(
         "steps": trainer.global_step,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "weights": dict(made.state_dict()),
+        "born": getattr(made, "born", None),
         "callbacks": [getattr(callback, "told", None) for callback in added],
     }
 
@@ -90,3 +100,53 @@ def all_of_it(stage: int | None, directory: str, **settings: Any) -> dict[str, A
     trainer.fit_loop.max_epochs += 1
     trainer.fit(made, parts.loader(), parts.loader(16, seed=1))
     return {**found, "losses": made.losses}
+
+
+class Mode(enum.Enum):
+    """A hyper-parameter of a class of the user's."""
+
+    FAST = "fast"
+    SLOW = "slow"
+
+
+def odd_settings() -> dict[str, Any]:
+    """What people save as hyper-parameters."""
+    return {
+        "data": Path("/data/set"),
+        "mode": Mode.SLOW,
+        "nested": {
+            "dims": [1, (2, 3)],
+            "dropout": np.float32(0.5),
+            "when": timedelta(hours=1),
+            "act": nn.ReLU,
+        },
+        "arguments": Namespace(root=Path("x"), seed=3),
+        "activation": torch.tanh,
+    }
+
+
+def fp32_file(directory: str, out: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """(what Lightning's converter finds, the weights of a module made from its file, that module's settings)."""
+    import lightning_parts as parts
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    found = convert_zero_checkpoint_to_fp32_state_dict(directory, out)
+    module = parts.Regression.load_from_checkpoint(out, map_location="cpu", weights_only=False)
+    return found, dict(module.state_dict()), dict(module.hparams)
+
+
+def evaluate(stage: int | None, directory: str, checkpoint: str) -> list[Any]:
+    """A new model that gets its weights from a checkpoint: validated, tested and predicted with."""
+    import lightning_parts as parts
+
+    made = parts.Regression(lr=5.0)
+    trainer = parts.trainer(strategy_of(stage), directory)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    batches = parts.loader(16, seed=1)
+    return [
+        trainer.validate(made, batches, ckpt_path=checkpoint, verbose=False),
+        trainer.test(made, batches, ckpt_path=checkpoint, verbose=False),
+        torch.cat(trainer.predict(made, batches, ckpt_path=checkpoint)),
+    ]

@@ -64,3 +64,65 @@ def test_one_model_is_validated_trained_tested_and_trained_again(
     expected = ranks2.run(client, runs.all_of_it, None, str(tmp_path))[0]
     found = ranks2.run(client, runs.all_of_it, stage, str(tmp_path))[0]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_saved_goes_on_evaluates_and_is_exported(
+    ranks2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """Saved within an epoch and at its end; two ranks each, next to what DDP does with its own files."""
+    theirs, ours = str(tmp_path / "ddp"), str(tmp_path / "ours")
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "saves": {"every_n_train_steps": 1}}
+    expected = ranks2.run(client, runs.fit, None, theirs, **settings)[0]
+    whole = ranks2.run(client, runs.fit, stage, ours, model=runs.odd_settings(), **settings)[0]
+    assert_same(whole, expected)
+    for place in ("step=2.ckpt", "step=3.ckpt"):
+        expected = ranks2.run(client, runs.fit, None, theirs, resume=f"{theirs}/{place}", **settings)[0]
+        resumed = ranks2.run(client, runs.fit, stage, ours, resume=f"{ours}/{place}", **settings)[0]
+        assert_same(resumed, expected)
+    assert_same(resumed, whole, "weights")
+
+    last = f"{ours}/step=6.ckpt"
+    expected = ranks2.run(client, runs.evaluate, None, theirs, f"{theirs}/step=6.ckpt")[0]
+    found = ranks2.run(client, runs.evaluate, stage, ours, last)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+    saved, weights, hparams = ranks2.run(client, runs.fp32_file, last, str(tmp_path / "out.pt"))[0]
+    assert (saved["epoch"], saved["global_step"]) == (1, 6)
+    torch.testing.assert_close(weights, whole["weights"], rtol=0, atol=0)
+    given = runs.odd_settings()
+    assert given.pop("activation") is torch.tanh  # left out, with a warning: a function
+    assert given["nested"].pop("act") is torch.nn.ReLU
+    assert {name: hparams[name] for name in given} == given
+    assert "activation" not in hparams
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_callbacks(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
+    """An average of whole weights, a summary with the sizes of parts, and the rates of Lightning's own monitor."""
+    settings: dict[str, Any] = {"callbacks": ("summary", "average", "rates"), "logs": True}
+    expected = ranks2.run(client, runs.fit, None, str(tmp_path / "ddp"), **settings)[0]["callbacks"]
+    found = ranks2.run(client, runs.fit, stage, str(tmp_path / "ours"), **settings)[0]["callbacks"]
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-6, atol=1e-6)
+    assert len(found[2]["lr-AdamW"]) > 2
+    assert "'889  '" in found[0]
+    assert ("('Params per Device', ['445  ', '132  '" in found[0]) == (stage == 3)
+
+
+def test_layers_made_in_configure_model_are_born_sharded(ranks2: RankPool, tmp_path: Path, ddp: Any) -> None:
+    saves: dict[str, Any] = {"saves": {"every_n_train_steps": 5}}
+    ours = ranks2.run(client, runs.fit, 3, str(tmp_path), sharded=True, **saves)
+    assert ours[0]["born"] == ours[1]["born"] == "ShardedParameter"
+    assert_same(ours[0], ddp["plain"])
+    resumed = ranks2.run(
+        client, runs.fit, 3, str(tmp_path), sharded=True, resume=str(tmp_path / "step=10.ckpt")
+    )
+    assert resumed[0]["steps"] == 12
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weight_averaging_of_lightning(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
+    """Its callback swaps averages in for each validation: below stage 3, where it finds whole weights."""
+    expected = ranks2.run(client, runs.fit, None, str(tmp_path / "ddp"), callbacks=("swapped average",))[0]
+    found = ranks2.run(client, runs.fit, stage, str(tmp_path / "ours"), callbacks=("swapped average",))[0]
+    assert_same(found, expected)

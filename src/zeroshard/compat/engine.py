@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import zeroshard
+from zeroshard.compat.client_state import without_objects
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
@@ -143,6 +144,18 @@ class DeepSpeedEngine(Engine):
     reload_states = offload_states
 
     # ---- checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See `zeroshard.Engine.save_checkpoint`; Lightning's hyper-parameters are saved as far as they can be."""
+        state = without_objects(client_state, tells=self._states.rank == 0)
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
