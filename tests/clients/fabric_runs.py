@@ -116,3 +116,12 @@ def refused(stage: int, directory: str) -> dict[str, Any]:
     told["left"] = fabric.load(f"{directory}/weights", state, strict=False)
     told["state"] = {name: value for name, value in state.items() if name != "model"}
     return told
+
+
+def raw(stage: int, file: str, trained: bool) -> dict[str, Any]:
+    """A file of plain weights is loaded into what Fabric has set up."""
+    fabric = fabric_of(stage)
+    net = Net()
+    model = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))[0] if trained else fabric.setup(net)
+    fabric.load_raw(file, net)  # the engine's own names begin with "module."
+    return {"weights": dict(model.state_dict()), "evaluated": model(torch.ones(2, 10)).detach()}

@@ -150,3 +150,31 @@ def evaluate(stage: int | None, directory: str, checkpoint: str) -> list[Any]:
         trainer.test(made, batches, ckpt_path=checkpoint, verbose=False),
         torch.cat(trainer.predict(made, batches, ckpt_path=checkpoint)),
     ]
+
+
+def precise(stage: int | None, directory: str, precision: str) -> dict[str, Any]:
+    """Losses, and what the weights are computed in."""
+    import lightning_parts as parts
+
+    made = parts.Regression(sgd=True)
+    settings = {} if stage is None else {"initial_scale_power": 8}
+    trainer = parts.trainer(strategy_of(stage, **settings), directory, precision=precision, max_epochs=1)
+    trainer.fit(made, parts.loader(), parts.loader(16, seed=1))
+    return {"losses": made.losses, "dtype": str(made.net[0].weight.dtype)}
+
+
+def from_one_file(directory: str, file: str) -> tuple[dict[str, Any], int]:
+    """Stage 3 goes on from the single file of another strategy: (weights when it began, steps at the end)."""
+    import lightning_parts as parts
+
+    began: dict[str, Any] = {}
+
+    class Look(parts.L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            began.update({name: value.clone() for name, value in module.state_dict().items()})
+
+    made = parts.Regression()
+    strategy = strategy_of(3, load_full_weights=True)
+    trainer = parts.trainer(strategy, directory, callbacks=[Look()], max_epochs=3)
+    trainer.fit(made, parts.loader(), ckpt_path=file)
+    return began, trainer.global_step

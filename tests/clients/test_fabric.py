@@ -64,3 +64,13 @@ def test_what_fabric_refuses_and_what_it_lets_pass(ranks2: RankPool, tmp_path: P
     told = ranks2.run(client, runs.refused, stage, str(tmp_path))[0]
     assert "gradient_clipping" in told["clip"]
     assert told["state"] == {"epoch": 4, "never": 1}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_weights_are_loaded(ranks2: RankPool, tmp_path: Path, stage: int, trained: bool) -> None:
+    net = runs.Net()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    found = ranks2.run(client, runs.raw, stage, str(tmp_path / "net.pt"), trained)[1]
+    torch.testing.assert_close(found["weights"], dict(net.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(found["evaluated"], net(torch.ones(2, 10)).detach())

@@ -126,3 +126,19 @@ def test_weight_averaging_of_lightning(ranks2: RankPool, tmp_path: Path, stage: 
     expected = ranks2.run(client, runs.fit, None, str(tmp_path / "ddp"), callbacks=("swapped average",))[0]
     found = ranks2.run(client, runs.fit, stage, str(tmp_path / "ours"), callbacks=("swapped average",))[0]
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_precision(ranks2: RankPool, tmp_path: Path, ddp: dict[str, Any], stage: int) -> None:
+    plain = ranks2.run(client, runs.precise, None, str(tmp_path), "32-true")[0]
+    for precision, dtype in (("16-mixed", "float16"), ("bf16-mixed", "bfloat16"), ("bf16-true", "bfloat16")):
+        found = ranks2.run(client, runs.precise, stage, str(tmp_path), precision)[0]
+        assert found["dtype"] == f"torch.{dtype}"
+        assert found["losses"] == pytest.approx(plain["losses"], rel=3e-2, abs=3e-3), precision
+
+
+def test_stage_3_goes_on_from_a_single_file(ranks2: RankPool, tmp_path: Path) -> None:
+    saved = ranks2.run(client, runs.fit, None, str(tmp_path), saves={"every_n_train_steps": 12})[0]
+    began, steps = ranks2.run(client, runs.from_one_file, str(tmp_path), str(tmp_path / "step=12.ckpt"))[0]
+    torch.testing.assert_close(began, saved["weights"], rtol=0, atol=0)
+    assert steps == 18
