@@ -16,7 +16,7 @@ that storage, so they see the data again after the next gather, and no activatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -344,13 +344,19 @@ class FlatBuffer:
             tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
         )
 
-    def release(self) -> None:
-        """Hand the parameters back with their full weights, as tensors of their own."""
+    def release(self, keep: Callable[[nn.Parameter, str, Tensor], None] | None = None) -> None:
+        """Hand the parameters back with their full weights, as tensors of their own.
+
+        Those of a sharded bucket go to `keep(parameter, name, values)`, if given: `values` are gone after it.
+        """
         self.gather()
         self.wait()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view.clone()
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views, strict=True):
             del parameter._zeroshard  # type: ignore[attr-defined]
+            if keep is None or self.layout.resident:
+                parameter.data = view.clone()
+            else:
+                keep(parameter, slot.name, view)
         self._lane.wait_for_compute()  # `full` is the lane's memory and goes with this object
 
     def _move(self, to: Status) -> None:

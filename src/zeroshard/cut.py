@@ -175,6 +175,17 @@ class Cuts:
         parameter._zeroshard = cut  # type: ignore[attr-defined]
         self._opened(parameter, cut)
 
+    def take(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        """`parameter`, whose `values` all ranks have, becomes one of these, put away. Nothing is sent."""
+        parameter.data = values
+        cut = Cut(parameter, self, name, None, on_host=False)
+        cut.take_shape_of(parameter)
+        start, stop = cut.range_of(self.rank)
+        cut.piece.copy_(values.reshape(-1)[start:stop])
+        parameter._zeroshard = cut  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0, dtype=values.dtype, device=values.device)
+        parameter.__class__ = sharded_class(cut.cls)
+
     def add_empty(self, like: nn.Parameter, name: str) -> nn.Parameter:
         """A cut parameter to take the place of `like`, which is on `meta`; its pieces have no values yet."""
         dtype, shape = like.dtype, like.shape

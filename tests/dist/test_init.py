@@ -289,6 +289,42 @@ def test_a_sharded_model_is_converted_where_it_is(ranks2: RankPool) -> None:
     assert ranks2.run(converted) == [[], []]
 
 
+def handed_on(rank: int, world: int) -> list[str]:
+    """An engine ends, and the next one takes what each rank has; no rank has the model whole in between."""
+    torch.manual_seed(0)
+    model = Odd()
+    engine, *_ = zeroshard.initialize(model=model, optimizer=momentum, config=config(3))
+    engine.backward(engine(tokens(0, 0, rank)))
+    engine.step()
+    state = engine.full_state_dict(rank0_only=False)
+    cut.Cuts.of(dist.group.WORLD, engine.device)._open_one = None  # type: ignore[assignment, method-assign]
+    try:
+        engine.close(whole=False)
+        kept = sum(home_of(p).piece.numel() for p in model.parameters() if p.numel())
+        dist.all_reduce(total := torch.tensor(kept))
+        wrong = ["more than once"] * (int(total) != sum(p.numel() for p in model.parameters()))
+        named = dict(model.named_parameters())
+        wrong += [name for name, p in named.items() if p.numel() and not isinstance(p, ShardedParameter)]
+        second, *_ = zeroshard.initialize(model=model, optimizer=momentum, config=config(3))
+    finally:
+        del cut.Cuts.of(dist.group.WORLD, engine.device)._open_one
+    found = second.full_state_dict(rank0_only=False)
+    wrong += [name for name, value in state.items() if not torch.equal(value, found[name])]
+    second.close(whole=False)
+    with GatheredParameters(model):
+        wrong += [name for name, p in model.named_parameters() if not torch.equal(p, state[name])]
+    return wrong
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_an_engine_hands_the_next_one_what_each_rank_has(ranks2: RankPool, ranks4: RankPool) -> None:
+    assert ranks2.run(handed_on) == [[], []]
+    assert ranks4.run(handed_on) == [[]] * 4
+
+
 def inside_again(rank: int, world: int) -> list[str]:
     """Init entered again: initialisers, state dicts both ways, a copy, a forward without gradients."""
     cut.OPEN_BYTES = SMALL

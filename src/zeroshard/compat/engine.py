@@ -61,13 +61,11 @@ class DeepSpeedEngine(Engine):
         """The config as it was given, a dict."""
         return self._given_config
 
-    def close(self) -> None:
+    def close(self, *, whole: bool = True) -> None:
         """See `zeroshard.Engine.close`."""
-        super().close()
+        super().close(whole=whole)
         _engines.discard(self)
         unmark(self.module.parameters())
-
-    destroy = close
 
     # ---- who is who ---------------------------------------------------------------------------------
 
@@ -294,7 +292,7 @@ def _let_go(model: nn.Module | None) -> None:
     """Close the engines of this very module: Lightning makes a new one for each of fit, validate, test and predict,
     and ends none of them."""
     for engine in [engine for engine in _engines if engine.module is model]:
-        engine.close()
+        engine.close(whole=False)
 
 
 def initialize(
