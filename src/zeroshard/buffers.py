@@ -83,16 +83,16 @@ class _Home:
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
 
-    def convert(self, to: Tensor) -> bool:
-        """Another device leaves it where the engine works, which has no elements to move; a dtype is refused."""
-        return not to.is_meta and to.dtype is self.buffer.shard.dtype
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickled parameter has left its engine
 
     def used(self, result: Any) -> None:
         if self.buffer.watcher is not None and not self.buffer.layout.resident:
             self.buffer.watcher.touched(self.buffer.layout.index, result)
+
+    def convert(self, to: Tensor) -> bool:
+        """Another device leaves it where the engine works, which has no elements to move; a dtype is refused."""
+        return not to.is_meta and to.dtype is self.buffer.shard.dtype
 
 
 class _SecondShard:

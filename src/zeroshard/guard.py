@@ -282,19 +282,19 @@ class ShardedParameter(nn.Parameter):
         answer = _FROM_SHAPE.get(func)
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                converted = func(*args, **kwargs)
+            if converted is args[0] or (_converts_module() and home_of(args[0]).convert(converted)):
+                return args[0]
+        if func == Tensor.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
+            return None  # the other half of a module's conversion
         if func is Tensor.__repr__:
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
-        if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
-            with torch._C.DisableTorchFunctionSubclass():
-                converted = func(*args, **kwargs)
-            if converted is args[0] or (_called_by(_CONVERTS_MODULE) and home_of(args[0]).convert(converted)):
-                return args[0]
-        if func == Tensor.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
-            return None  # the other half of a module's conversion
         operation = getattr(func, "__name__", str(func))
         if operation in ("__get__", "__set__"):
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
@@ -308,7 +308,7 @@ class ShardedParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for home in homes:
             home.used(result)
-        if func is Tensor.detach and _called_by(_MAKES_PARAMETER):
+        if func is Tensor.detach and _makes_parameter():
             # `nn.Parameter(parameter)` expects of what it takes for a tensor class to get the same class back.
             result = Tensor._make_subclass(type(args[0]), result)
         return result
@@ -331,9 +331,18 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
     return types.new_class(f"Sharded{kind.__name__}", (ShardedParameter, kind))
 
 
+def _makes_parameter() -> bool:
+    """The guard was asked by `nn.Parameter(...)`, through the wrapper that keeps it out of compiled code."""
+    return _called_by(_MAKES_PARAMETER)
+
+
+def _converts_module() -> bool:
+    """By `module.to(...)` or its like, through that wrapper and what they call for each parameter."""
+    return _called_by(_CONVERTS_MODULE)
+
+
 def _called_by(code: types.CodeType) -> bool:
-    """The guard was asked by the function of this code, through the wrapper that keeps it out of compiled code."""
-    frame = sys._getframe(1).f_back
+    frame = sys._getframe(2).f_back
     for _ in range(4):
         if frame is None or frame.f_code is code:
             break

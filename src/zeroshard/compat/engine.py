@@ -28,6 +28,16 @@ from zeroshard.precision import dtype_of
 __all__ = ["DeepSpeedEngine", "initialize"]
 
 
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def _let_go(model: nn.Module | None) -> None:
+    """Close the engines of this very module: Lightning makes a new one for each of fit, validate, test and predict,
+    and ends none of them."""
+    for engine in [engine for engine in _engines if engine.module is model]:
+        engine.close(whole=False)
+
+
 class DeepSpeedEngine(Engine):
     """`zeroshard.Engine` as DeepSpeed's clients know it."""
 
@@ -285,16 +295,6 @@ class _ParameterOffload:
         """Nothing to do."""
 
 
-_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
-
-
-def _let_go(model: nn.Module | None) -> None:
-    """Close the engines of this very module: Lightning makes a new one for each of fit, validate, test and predict,
-    and ends none of them."""
-    for engine in [engine for engine in _engines if engine.module is model]:
-        engine.close(whole=False)
-
-
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -320,9 +320,9 @@ def initialize(
         raise NotYetError(f"mesh_param={mesh_param}: sequence parallelism is planned and not there yet")
     if mpu is not None and mpu.get_model_parallel_world_size() != 1:
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
+    _let_go(model)
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _let_go(model)
     given = config if config is not None else config_params
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,
