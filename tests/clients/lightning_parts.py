@@ -138,6 +138,22 @@ def trainer(strategy: Any, directory: str, **changes: Any) -> L.Trainer:
     return L.Trainer(strategy=strategy, **{**settings, **changes})
 
 
+class ByHand(Regression):
+    """Manual optimization: a step every second batch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss / 2)
+        if index % 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Configured(Regression):
     """Its layers are made in `configure_model`, which the strategy calls under `zero.Init`."""
 

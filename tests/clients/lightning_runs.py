@@ -54,13 +54,15 @@ def fit(
     callbacks: tuple[str, ...] = (),
     saves: dict[str, Any] | None = None,
     sharded: bool = False,
+    manual: bool = False,
     logs: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train and evaluate; what can be compared of it."""
     import lightning_parts as parts
 
-    made = (parts.Configured if sharded else parts.Regression)(**(model or {}))
+    kind = parts.Configured if sharded else parts.ByHand if manual else parts.Regression
+    made = kind(**(model or {}))
     added = [parts.CALLBACKS[name]() for name in callbacks]
     if saves is not None:
         added.append(parts.every_step(directory, **saves))
@@ -107,6 +109,32 @@ class Mode(enum.Enum):
 
     FAST = "fast"
     SLOW = "slow"
+
+
+def moved_away(stage: int, directory: str) -> list[Any]:
+    """(losses of validation within fit, of a test after it, of a test from a checkpoint saved after it)."""
+    import lightning_parts as parts
+
+    made = parts.Regression()
+
+    class OnDevice(parts.CPUDeepSpeed):
+        def teardown(self) -> None:
+            super().teardown()
+            for parameter in made.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.clone()
+
+    strategy = OnDevice(stage=stage, process_group_backend="gloo")
+    if stage == 3:  # the weight of 24 x 24 is sharded, the others are not
+        strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 500
+    trainer = parts.trainer(strategy, directory, max_epochs=1)
+    batches = parts.loader(16, seed=1)
+    trainer.fit(made, parts.loader(), batches)
+    within = float(trainer.callback_metrics["val_loss"])
+    trainer.save_checkpoint(f"{directory}/after.ckpt")
+    (after,) = trainer.test(made, batches, verbose=False)
+    (again,) = trainer.test(made, batches, ckpt_path=f"{directory}/after.ckpt", verbose=False)
+    return [within, after["test_loss"], again["test_loss"]]
 
 
 def odd_settings() -> dict[str, Any]:

@@ -34,6 +34,14 @@ LOOPS: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": 4,
         "gradient_clip_val": 0.1,
     },
+    "epochs cut short": {
+        "model": {"schedule": None, "sgd": True},
+        "limit_train_batches": 5,
+        "accumulate_grad_batches": 2,
+        "max_epochs": 3,
+        "val_check_interval": 3,
+    },
+    "by hand": {"manual": True, "model": {"schedule": None, "sgd": True}},
     "a plateau": {"model": {"schedule": "plateau"}, "max_epochs": 4},
     "a schedule by epoch": {"model": {"schedule": "epoch"}, "max_epochs": 3},
 }
@@ -55,6 +63,15 @@ def test_a_run_equals_ddp(
 ) -> None:
     ours = ranks2.run(client, runs.fit, stage, str(tmp_path), **LOOPS[loop])[0]
     assert_same(ours, ddp[loop])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_moved_off_the_device_at_the_end(
+    ranks2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """As Lightning does after each fit: to the host, which gives whole weights other memory."""
+    found = ranks2.run(client, runs.moved_away, stage, str(tmp_path))[0]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("stage", STAGES)
