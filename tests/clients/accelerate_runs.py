@@ -43,7 +43,7 @@ def forget_singletons() -> None:
 
 
 class Net(nn.Module):
-    """With the width where accelerate looks for it, a buffer, and two tied weights."""
+    """With the width where accelerate looks for it, a buffer, two tied weights, and a parameter of no dimension."""
 
     def __init__(self, width: int = 24, seed: int = 5) -> None:
         super().__init__()
@@ -56,12 +56,14 @@ class Net(nn.Module):
         )
         self.second.weight = self.first.weight
         self.down = nn.Linear(width, 1)
+        self.gain = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen += len(x)
-        return self.down(self.second(self.first(self.up(x).tanh()).tanh()).tanh()).squeeze(-1)
+        hidden = self.second(self.first(self.up(x).tanh() * self.gain).tanh()).tanh()
+        return self.down(hidden).squeeze(-1)
 
 
 def data(samples: int, batch: int = 4, seed: int = 0, **settings: Any) -> DataLoader[Any]:
@@ -116,36 +118,49 @@ def accelerator_of(stage: int | None, plugin: dict[str, Any] | None = None, **se
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin or {}), **settings)
 
 
-KINDS = "own", "plugin", "dummies", "callable"
+KINDS = "own", "plugin", "dummies", "callable", "own and dummy", "own and theirs", "carried"
+"""Who makes optimizer and schedule; "carried": windows go on across epochs."""
+
+
+def linear(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+
+def warmup(optimizer: Any) -> Any:
+    """DeepSpeed's, over the 10 steps of each rank's 20."""
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    return WarmupDecayLR(optimizer, 10, 0.0, 1e-2, 3, "linear")
 
 
 def built(kind: str, stage: int | None, window: int, clip: float) -> tuple[Any, ...]:
-    """(accelerator, model, optimizer, schedule, batches): who makes optimizer and schedule is the `kind`."""
-    from accelerate.utils import DummyOptim, DummyScheduler
+    """(model, optimizer, schedule, batches, accelerator)"""
+    from accelerate.utils import DummyOptim, DummyScheduler, GradientAccumulationPlugin
 
     net, batches = Net(), data(52)
-
-    def linear(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-
     plugin: dict[str, Any] = {"hf_ds_config": config(stage or 0, gradient_clipping=clip)}
     if kind == "plugin":
         plugin = {"zero_stage": stage, "gradient_clipping": clip, "gradient_accumulation_steps": window}
         plugin |= {"zero3_init_flag": False, "zero3_save_16bit_model": True}
-    elif kind != "own":
-        plugin["hf_ds_config"] |= AUTO_OPTIMIZER | (AUTO_SCHEDULE if kind == "dummies" else {})
-    accelerator = accelerator_of(stage, plugin, gradient_accumulation_steps=window)
+    if kind in ("dummies", "callable"):
+        plugin["hf_ds_config"] |= AUTO_OPTIMIZER
+    if kind in ("dummies", "own and dummy"):
+        plugin["hf_ds_config"] |= AUTO_SCHEDULE
+    windows: dict[str, Any] = {"gradient_accumulation_steps": window}
+    if kind == "carried":
+        sync = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
+        windows = {"gradient_accumulation_plugin": sync}
+    accelerator = accelerator_of(stage, plugin, **windows)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule: Any = linear(optimizer)
-    if stage is None and kind == "dummies":
-        from deepspeed.runtime.lr_schedules import WarmupDecayLR
-
-        schedule = WarmupDecayLR(optimizer, 10, 0.0, 1e-2, 3, "linear")
+    stepped = warmup if kind in ("dummies", "own and dummy", "own and theirs") else linear
+    schedule: Any = stepped(optimizer)
+    if kind in ("own", "plugin", "carried"):
+        return *accelerator.prepare(net, optimizer, schedule, batches), accelerator
+    if stage is None:  # the engine steps the others, once for each update
         return *accelerator.prepare(net, optimizer), schedule, accelerator.prepare(batches), accelerator
-    if stage is None and kind == "callable":
-        return *accelerator.prepare(net, optimizer), schedule, accelerator.prepare(batches), accelerator
-    if stage is not None and kind in ("dummies", "callable"):
+    if kind in ("dummies", "callable"):
         optimizer = DummyOptim(net.parameters(), lr=1e-2, weight_decay=0.1)
+    if kind != "own and theirs":
         made = linear if kind == "callable" else None
         schedule = DummyScheduler(
             optimizer, total_num_steps=20, warmup_num_steps=3, lr_scheduler_callable=made
@@ -178,7 +193,7 @@ def train(
                     norm = accelerator.clip_grad_norm_(model.parameters(), clip)
                     found["norms"].append(float(norm))
                 optimizer.step()
-                if kind in ("own", "plugin") or accelerator.sync_gradients:
+                if kind in ("own", "plugin", "carried") or accelerator.sync_gradients:
                     schedule.step()
                 optimizer.zero_grad()
             found["losses"].append(loss.item())

@@ -45,10 +45,12 @@ def test_a_loop_equals_ddp_and_resumes(
     ours = ranks2.run(client, runs.train, stage, str(tmp_path), kind=kind, save=True)
     assert_same(ours[0], ddp[kind])
     assert ours[0]["inner"] == "Net"
-    assert len(ours[0]["norms"]) == 6
+    assert len(ours[0]["norms"]) == (4 if kind == "carried" else 6)
     assert ours[0]["evaluated"].shape == (2, 13)
     saved = load_file(tmp_path / "model/model.safetensors")
     torch.testing.assert_close(saved["up.weight"], ours[0]["weights"]["up.weight"], rtol=0, atol=0)
+    if kind == "carried":
+        return  # saved in the middle of a window, whose gradients are not part of a checkpoint
     resumed = ranks2.run(client, runs.train, stage, str(tmp_path), kind=kind, resume=True)[0]
     assert_same(resumed, ours[0], "evaluated", "weights")
     assert resumed["losses"] == pytest.approx(ours[0]["losses"][7:], rel=1e-6)
