@@ -3,7 +3,6 @@ deepspeed when it is imported, and only workers have the stand-in."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,7 +38,6 @@ def forget_singletons() -> None:
     GradientState._reset_state()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
-    gc.collect()
 
 
 class Net(nn.Module):

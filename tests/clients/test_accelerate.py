@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 from zeroshard.testing.ranks import RankPool
 
-pytest.importorskip("accelerate")
+if find_spec("accelerate") is None:  # not imported here: only workers have the stand-in
+    pytest.skip("accelerate is not installed", allow_module_level=True)
 
 import accelerate_runs as runs
 from accelerate_runs import client
@@ -49,8 +51,8 @@ def test_a_loop_equals_ddp_and_resumes(
     assert ours[0]["evaluated"].shape == (2, 13)
     saved = load_file(tmp_path / "model/model.safetensors")
     torch.testing.assert_close(saved["up.weight"], ours[0]["weights"]["up.weight"], rtol=0, atol=0)
-    if kind == "carried":
-        return  # saved in the middle of a window, whose gradients are not part of a checkpoint
+    if kind not in ("own", "dummies", "callable"):  # "carried" is saved in the middle of a window
+        return
     resumed = ranks2.run(client, runs.train, stage, str(tmp_path), kind=kind, resume=True)[0]
     assert_same(resumed, ours[0], "evaluated", "weights")
     assert resumed["losses"] == pytest.approx(ours[0]["losses"][7:], rel=1e-6)
@@ -81,9 +83,9 @@ def test_a_dynamo_backend(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(client, runs.compiled, stage)[0] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_of_hugging_face(ranks2: RankPool, stage: int) -> None:
-    pytest.importorskip("transformers")
     expected = ranks2.run(client, runs.language_model, None)[0]
     found = ranks2.run(client, runs.language_model, stage)[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)

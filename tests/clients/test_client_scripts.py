@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ use_cpu: false
 """
 
 
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_launch(tmp_path: Path) -> None:
     """By options at stage 3 on two ranks; then by a config file, from the saved state, at stage 2 on one."""
-    pytest.importorskip("accelerate")
     script = str(HERE / "script_accelerate.py")
     options = [
         "--use_deepspeed",
@@ -95,9 +96,9 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert second["at end"] < second["at start"]
 
 
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_by_both_launchers(tmp_path: Path) -> None:
     """On two ranks; then from its checkpoint on one, with the same losses where it goes on."""
-    pytest.importorskip("lightning")
     script = str(HERE / "script_lightning.py")
     first = start(tmp_path, "zeroshard", "run", "--nproc", "2", script, str(tmp_path))
     assert (first["ranks"], first["steps"], first["epoch"]) == (2, 16, 2)
