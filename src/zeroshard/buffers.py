@@ -16,7 +16,7 @@ that storage, so they see the data again after the next gather, and no activatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -111,6 +111,10 @@ class _Home:
     def used(self, result: Any) -> None:
         if self.buffer.watcher is not None and not self.buffer.layout.resident:
             self.buffer.watcher.touched(self.buffer.layout.index, result)
+
+    def convert(self, to: Tensor) -> bool:
+        """Another device leaves it where the engine works, which has no elements to move; a dtype is refused."""
+        return not to.is_meta and to.dtype is self.buffer.shard.dtype
 
 
 class _SecondShard:
@@ -364,13 +368,19 @@ class FlatBuffer:
             tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
         )
 
-    def release(self) -> None:
-        """Hand the parameters back with their full weights, as tensors of their own."""
+    def release(self, keep: Callable[[nn.Parameter, str, Tensor], None] | None = None) -> None:
+        """Hand the parameters back with their full weights, as tensors of their own.
+
+        Those of a sharded bucket go to `keep(parameter, name, values)`, if given: `values` are gone after it.
+        """
         self.gather()
         self.wait()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view.clone()
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views, strict=True):
             del parameter._zeroshard  # type: ignore[attr-defined]
+            if keep is None or self.layout.resident:
+                parameter.data = view.clone()
+            else:
+                keep(parameter, slot.name, view)
         self._lane.wait_for_compute()  # `full` is the lane's memory and goes with this object
 
     def _move(self, to: Status) -> None:

@@ -94,6 +94,17 @@ class Cut:
     def need(self, operation: str) -> None:
         self.access.touch(self, operation)
 
+    def convert(self, to: Tensor) -> bool:
+        """What is kept becomes of that dtype, and is opened on that device."""
+        if to.is_meta:
+            return False  # the values would be gone
+        self.device, parameter = to.device, self.parameter
+        self._dtype = None if self._dtype is None else to.dtype
+        self.piece = self.piece.to(to.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = to
+        return True
+
     def used(self, result: Any) -> None:
         self.access.put_away_oldest()
 
@@ -194,6 +205,17 @@ class Cuts:
         cut = Cut(parameter, self, name, dtype, on_host)
         parameter._zeroshard = cut  # type: ignore[attr-defined]
         self._opened(parameter, cut)
+
+    def take(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        """`parameter`, whose `values` all ranks have, becomes one of these, put away. Nothing is sent."""
+        parameter.data = values
+        cut = Cut(parameter, self, name, None, on_host=False)
+        cut.take_shape_of(parameter)
+        start, stop = cut.range_of(self.rank)
+        cut.piece.copy_(values.reshape(-1)[start:stop])
+        parameter._zeroshard = cut  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0, dtype=values.dtype, device=values.device)
+        parameter.__class__ = sharded_class(cut.cls)
 
     def add_empty(self, like: nn.Parameter, name: str) -> nn.Parameter:
         """A cut parameter to take the place of `like`, which is on `meta`; its pieces have no values yet."""

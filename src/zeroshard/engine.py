@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -27,6 +28,7 @@ from zeroshard.checkpoint.methods import Checkpoints
 from zeroshard.checkpoint.saving import Saver
 from zeroshard.compiling import Compiling
 from zeroshard.config import BatchPlan, Config
+from zeroshard.cut import Cuts
 from zeroshard.data import TrainingLoader
 from zeroshard.errors import ConfigError, NonFiniteError, StateError
 from zeroshard.executor import Executor
@@ -429,10 +431,11 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         self._check_open("allreduce_gradients")
         self._executor.reduces.flush()
 
-    def close(self) -> None:
+    def close(self, *, whole: bool = True) -> None:
         """Remove all hooks and free all states; the module keeps its full weights. All ranks call it.
 
-        The optimizer loses its state and its parameters; make a new one for the module. Idempotent.
+        Without `whole`, what was sharded stays so, as if built under `zeroshard.Init`: the next `initialize` takes
+        it from there. The optimizer loses its state and its parameters; make a new one for the module. Idempotent.
         """
         if self._closed:
             return
@@ -455,11 +458,15 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         self._states.close()
         self._update.close()
         self._progress.close()
+        ranks = None if whole or self._states.world == 1 else dist.group.WORLD
+        keep = None if ranks is None else Cuts.of(ranks, self.device).take
         while buffers:  # one by one, so that weights are never held twice
-            buffers.pop().release()
+            buffers.pop().release(keep)
         self._states.groups.close()
 
-    destroy = close
+    def destroy(self) -> None:
+        """The end of the engine, and of all whole weights: `close(whole=False)`."""
+        self.close(whole=False)
 
     def _check_loss(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor):

@@ -75,6 +75,10 @@ class Home(Protocol):
     def need(self, operation: str) -> None:
         """Make the weights available for `operation`, or raise ShardedAccessError."""
 
+    def convert(self, to: Tensor) -> bool:
+        """`module.to(...)` and its like: take on the dtype and device of the 0-element `to`, where that needs no
+        elements; else False, and nothing is done."""
+
     def used(self, result: Any) -> None:
         """`operation` is done; its result may need the weights again in backward."""
 
@@ -137,6 +141,9 @@ class Alias:
 
     def used(self, result: Any) -> None:
         """Never."""
+
+    def convert(self, to: Tensor) -> bool:
+        return False
 
     def alias(self, made: Tensor) -> Tensor:
         return made
@@ -264,20 +271,22 @@ _PASSED_THROUGH = frozenset(
 )
 
 
-_MOVES = frozenset({Tensor.to, Tensor.data.__set__})  # type: ignore[attr-defined]
-"""What `module.to(...)` does to parameters. Where they are there already, no elements are needed."""
-
-
-def _stays(func: Any, parameter: Tensor, *where: Any, **how: Any) -> bool:
-    if func is not Tensor.to:
-        return where[0] is parameter
-    device, dtype, *_ = torch._C._nn._parse_to(*where, **{k: v for k, v in how.items() if k != "copy"})
-    with torch._C.DisableTorchFunctionSubclass():
-        same = device is None or torch.empty(0, device=device).device == parameter.device  # with its index
-        return same and dtype in (None, parameter.dtype) and not how.get("copy")
-
+# Of a tensor that is what is asked for already they give the tensor itself.
+_CONVERSIONS: frozenset[Any] = frozenset(
+    {
+        Tensor.to,
+        Tensor.cpu,
+        Tensor.cuda,
+        Tensor.xpu,
+        Tensor.float,
+        Tensor.double,
+        Tensor.half,
+        Tensor.bfloat16,
+    }
+)
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
+_CONVERTS_MODULE = nn.Module._apply.__code__
 
 
 class ShardedParameter(nn.Parameter):
@@ -331,12 +340,17 @@ class ShardedParameter(nn.Parameter):
         answer = _FROM_SHAPE.get(func)
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                converted = func(*args, **kwargs)
+            if converted is args[0] or (_converts_module() and home_of(args[0]).convert(converted)):
+                return args[0]
+        if func == Tensor.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
+            return None  # the other half of a module's conversion
         if func is Tensor.__repr__:
             return _describe(args[0])
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
             return home_of(args[0]).shape.numel() * args[0].element_size()
-        if func in _MOVES and _stays(func, *args, **kwargs):
-            return args[0]
         if func in _LIKE and args and isinstance(args[0], ShardedParameter):
             return func(_shape_of(args[0]), *args[1:], **kwargs)
         if func is Tensor.detach and not _makes_parameter():
@@ -385,12 +399,21 @@ def sharded_class(kind: type[nn.Parameter]) -> type[ShardedParameter]:
 
 def _makes_parameter() -> bool:
     """The guard was asked by `nn.Parameter(...)`, through the wrappers that keep it out of compiled code."""
-    frame = sys._getframe(1).f_back
+    return _called_by(_MAKES_PARAMETER)
+
+
+def _converts_module() -> bool:
+    """By `module.to(...)` or its like, through that wrapper and what they call for each parameter."""
+    return _called_by(_CONVERTS_MODULE)
+
+
+def _called_by(code: types.CodeType) -> bool:
+    frame = sys._getframe(2).f_back
     for _ in range(5):
-        if frame is None or frame.f_code is _MAKES_PARAMETER:
+        if frame is None or frame.f_code is code:
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code is _MAKES_PARAMETER
+    return frame is not None and frame.f_code is code
 
 
 def _shape_of(parameter: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ def attributes(rank: int, world: int) -> dict[str, Any]:
         pass
     with deepspeed.runtime.zero.stage3.unwrap_model_for_generation(engine) as whole:
         generated = whole(batch(0, rank)[0]).shape
-    engine.destroy()
+    engine.close()
     return {
         "cut": cut, "sharded": sharded, "ids": ids, "pieces": pieces, "parts": parts, "inside": inside,
         "edited": edited, "mine": weight.mine, "scale": scale, "generated": tuple(generated),

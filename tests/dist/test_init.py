@@ -246,7 +246,7 @@ def outside(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "state_dict, saved": lambda: torch.save(model.state_dict(), io.BytesIO()),
         "parameter": lambda: nn.Parameter(model.blocks[1].up.weight),
         "load_state_dict": lambda: model.load_state_dict(full),
-        "move": lambda: model.to(torch.float64),
+        "discard": lambda: model.to("meta"),
     }
     found = {what: attempt(act) for what, act in acts.items()}
     found["describe"] = "", repr(model.scale)
@@ -285,6 +285,65 @@ def put_together(rank: int, world: int) -> list[str]:
 
 def test_names_shapes_and_copies_before_there_is_an_engine(ranks2: RankPool) -> None:
     assert ranks2.run(put_together) == [[], []]
+def converted(rank: int, world: int) -> list[str]:
+    """`module.to` needs no elements: what each rank keeps is converted where it is, also before an engine takes it."""
+    expected, model = built(Odd, rank)
+    kept = model.scale
+    wrong = ["cpu"] * (model.cpu().float().scale is not kept or not isinstance(kept, ShardedParameter))
+    expected.to(torch.bfloat16).double()
+    model.to(torch.bfloat16).double()
+    wrong += ["dtype"] * (kept.dtype is not torch.float64 or not isinstance(kept, ShardedParameter))
+    with GatheredParameters(model):
+        named = zip(model.named_parameters(), expected.parameters(), strict=True)
+        wrong += [name for (name, p), q in named if not torch.equal(p, q)]
+    expected.float()
+    engine, *_ = zeroshard.initialize(model=model.float(), config=config(3))
+    model.cpu().to("cpu", torch.float32)
+    wrong += ["bfloat16"] * (attempt(model.bfloat16)[0] != "ShardedAccessError")
+    state = model.state_dict()
+    wrong += [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
+    engine.close()
+    return wrong
+
+
+def test_a_sharded_model_is_converted_where_it_is(ranks2: RankPool) -> None:
+    assert ranks2.run(converted) == [[], []]
+
+
+def handed_on(rank: int, world: int) -> list[str]:
+    """An engine ends, and the next one takes what each rank has; no rank has the model whole in between."""
+    torch.manual_seed(0)
+    model = Odd()
+    engine, *_ = zeroshard.initialize(model=model, optimizer=momentum, config=config(3))
+    engine.backward(engine(tokens(0, 0, rank)))
+    engine.step()
+    state = engine.full_state_dict(rank0_only=False)
+    cut.Cuts.of(dist.group.WORLD, engine.device)._open_one = None  # type: ignore[assignment, method-assign]
+    try:
+        engine.close(whole=False)
+        kept = sum(home_of(p).piece.numel() for p in model.parameters() if p.numel())
+        dist.all_reduce(total := torch.tensor(kept))
+        wrong = ["more than once"] * (int(total) != sum(p.numel() for p in model.parameters()))
+        named = dict(model.named_parameters())
+        wrong += [name for name, p in named.items() if p.numel() and not isinstance(p, ShardedParameter)]
+        second, *_ = zeroshard.initialize(model=model, optimizer=momentum, config=config(3))
+    finally:
+        del cut.Cuts.of(dist.group.WORLD, engine.device)._open_one
+    found = second.full_state_dict(rank0_only=False)
+    wrong += [name for name, value in state.items() if not torch.equal(value, found[name])]
+    second.close(whole=False)
+    with GatheredParameters(model):
+        wrong += [name for name, p in model.named_parameters() if not torch.equal(p, state[name])]
+    return wrong
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_an_engine_hands_the_next_one_what_each_rank_has(ranks2: RankPool, ranks4: RankPool) -> None:
+    assert ranks2.run(handed_on) == [[], []]
+    assert ranks4.run(handed_on) == [[]] * 4
 
 
 def inside_again(rank: int, world: int) -> list[str]:

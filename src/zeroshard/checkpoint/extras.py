@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import platform
 import random
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroshard.checkpoint.contents import aliases_of, group_options, persistent_buffers
+from zeroshard.checkpoint.plain import pack, unpack
 from zeroshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -94,18 +94,16 @@ def checked_blob(value: dict[str, Any], what: str) -> dict[str, Any]:
     CheckpointError naming the entry that it does not."""
     copy = {}
     for key, entry in value.items():
-        buffer = io.BytesIO()
         try:
-            torch.save(entry, buffer)
-            buffer.seek(0)
-            copy[key] = torch.load(buffer, weights_only=True, map_location="cpu")
+            copy[key] = unpack(pack(entry))
         except Exception as error:  # pickle raises anything
             named = re.search(r"Unsupported \w+: GLOBAL (\S+)", str(error))
             culprit = named[1] if named else type(error).__name__
             raise CheckpointError(
                 f"entry {key!r} ({type(entry).__name__}) of {what} cannot be saved, because of {culprit}: a "
-                f"checkpoint holds tensors, numbers, text, and lists, tuples and dicts of them, so that opening "
-                f"one never runs code. Convert it first."
+                f"checkpoint holds tensors, numbers, text, paths, dates, members of enumerations, and lists, "
+                f"tuples and dicts of them, so that opening one never runs code. Convert it first; or, if its "
+                f"class is harmless, pass that to torch.serialization.add_safe_globals, also where it is loaded."
             ) from error
     return copy
 

@@ -26,6 +26,7 @@ from zeroshard.checkpoint.deepspeed import is_deepspeed
 from zeroshard.checkpoint.directory import Saves
 from zeroshard.checkpoint.extras import restore_extras, set_random_state
 from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.checkpoint.plain import check_known
 from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.checkpoint.storage import INDEX
 from zeroshard.checkpoint.together import together
@@ -69,6 +70,7 @@ def load(
     def open_it() -> tuple[CheckpointReader, dict[str, Any], Targets]:
         reader = open_checkpoint(directory, tag)
         saved, extras = reader.tensors(), reader.extras()
+        check_known(extras["client_state"], str(reader.directory))
         if custom is None:
             _check_names(engine, str(reader.directory), saved, extras, strict)
         else:

@@ -62,8 +62,8 @@ class Checkpoints:
         Args:
             save_dir: a directory that all ranks see; checkpoints are directories in it.
             tag: the name of this one; `global_step<N>` if None. One of that name is replaced, in one step.
-            client_state: tensors, numbers, text, and lists, tuples and dicts of them: what `load_checkpoint` gives
-                back, tensors on the CPU. Rank 0's counts.
+            client_state: tensors, numbers, text, paths, dates, members of enumerations, and lists, tuples and dicts
+                of them: what `load_checkpoint` gives back, tensors on the CPU. Rank 0's counts.
             save_latest: what is opened when no tag is named is this one from here on.
             exclude_frozen_parameters: leave out what is not trained; the model that loads it has it already.
 

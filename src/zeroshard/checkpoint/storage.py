@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import io
 import json
 import math
 import os
@@ -46,6 +45,7 @@ from torch.futures import Future
 
 from zeroshard.checkpoint.directory import INDEX, Saves
 from zeroshard.checkpoint.files import BLOCK, CheckedReader, CheckedWriter, write_small
+from zeroshard.checkpoint.plain import unpack
 from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name, dtype_of
@@ -373,9 +373,7 @@ class Reader(CheckpointReader):
 
     def extras(self) -> dict[str, Any]:
         """Everything that is no tensor: plain values, read without running code."""
-        loaded: dict[str, Any] = torch.load(
-            io.BytesIO(self.blob("extras")), weights_only=True, map_location="cpu"
-        )
+        loaded: dict[str, Any] = unpack(self.blob("extras"))
         return loaded
 
     def random_state(self, rank: int) -> dict[str, Any] | None:
@@ -383,9 +381,7 @@ class Reader(CheckpointReader):
         name = f"rng/{rank}"
         if name not in self.index.blobs:
             return None
-        loaded: dict[str, Any] = torch.load(
-            io.BytesIO(self.blob(name)), weights_only=True, map_location="cpu"
-        )
+        loaded: dict[str, Any] = unpack(self.blob(name))
         return loaded
 
     def verify(self) -> int:

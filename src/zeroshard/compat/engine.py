@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import zeroshard
+from zeroshard.compat.client_state import without_objects
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
@@ -25,6 +27,16 @@ from zeroshard.mixed_precision import DTYPES
 from zeroshard.precision import dtype_of
 
 __all__ = ["DeepSpeedEngine", "initialize"]
+
+
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def _let_go(model: nn.Module | None) -> None:
+    """Close the engines of this very module: Lightning makes a new one for each of fit, validate, test and predict,
+    and ends none of them."""
+    for engine in [engine for engine in _engines if engine.module is model]:
+        engine.close(whole=False)
 
 
 class DeepSpeedEngine(Engine):
@@ -51,6 +63,7 @@ class DeepSpeedEngine(Engine):
             self._handles.append(self.optimizer.register_step_post_hook(self._tell_overflow))
         if self.policy.stage >= 3:
             mark(self.module.parameters())
+        _engines.add(self)
 
     def _tell_overflow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         vars(optimizer)["overflow"] = not self.was_step_applied()
@@ -60,12 +73,11 @@ class DeepSpeedEngine(Engine):
         """The config as it was given, a dict."""
         return self._given_config
 
-    def close(self) -> None:
+    def close(self, *, whole: bool = True) -> None:
         """See `zeroshard.Engine.close`."""
-        super().close()
+        super().close(whole=whole)
+        _engines.discard(self)
         unmark(self.module.parameters())
-
-    destroy = close
 
     # ---- who is who ---------------------------------------------------------------------------------
 
@@ -103,6 +115,33 @@ class DeepSpeedEngine(Engine):
 
     # ---- the loop -----------------------------------------------------------------------------------
 
+    @property
+    def _lightning(self) -> Any:
+        """Lightning's Trainer that the module is attached to, or None."""
+        trainer = getattr(self.module, "_trainer", None)
+        return trainer if hasattr(trainer, "accumulate_grad_batches") else None
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        tokens: float | None = None,
+    ) -> Tensor:
+        """See `zeroshard.Engine.backward`. Lightning's Trainer has divided the loss already, for every strategy."""
+        divide = scale_wrt_gas and self._lightning is None
+        return super().backward(loss, retain_graph, divide, tokens=tokens)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """See `zeroshard.Engine`; under Lightning's Trainer also the last batch of an epoch, as in its DDP.
+
+        Its strategy steps after every batch and leaves counting to the engine, which cannot see epochs.
+        """
+        if super().is_gradient_accumulation_boundary():
+            return True
+        return self._forced is None and self._lightning is not None and bool(self._lightning.is_last_batch)
+
     def empty_partition_cache(self) -> None:
         """Free every weight that is gathered and not in use, and the allocator's cache."""
         self._executor.end_step()
@@ -115,6 +154,18 @@ class DeepSpeedEngine(Engine):
     reload_states = offload_states
 
     # ---- checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See `zeroshard.Engine.save_checkpoint`; Lightning's hyper-parameters are saved as far as they can be."""
+        state = without_objects(client_state, tells=self._states.rank == 0)
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
 
     @functools.wraps(Engine.load_checkpoint)  # clients look at signatures
     def load_checkpoint(  # type: ignore[override]
@@ -289,13 +340,15 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
     """`zeroshard.initialize` with DeepSpeed's arguments and engine.
 
-    `config` wins over `config_params` and over `args.deepspeed_config`. `mpu` and `mesh_param` are for model
+    An engine that `model` has already is closed. `config` wins over `config_params` and over
+    `args.deepspeed_config`. `mpu` and `mesh_param` are for model
     parallelism, which is not there yet: only a size of 1 is accepted.
     """
     if mesh_param is not None and mesh_param[1] != 1:
         raise NotYetError(f"mesh_param={mesh_param}: sequence parallelism is planned and not there yet")
     if mpu is not None and mpu.get_model_parallel_world_size() != 1:
         raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
+    _let_go(model)
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = _without_idle_keys(config if config is not None else config_params, optimizer)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.checkpoint.export import export, parse_size, read_weights
 from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.checkpoint.plain import check_known
 from zeroshard.console import run_command
 
 __all__ = [
@@ -99,7 +100,9 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
     """A file for torch.load, with what `save_checkpoint` was given as `client_state`."""
-    return _temporary(open_checkpoint(checkpoint_dir).extras()["client_state"], "model_states.pt")
+    state = open_checkpoint(checkpoint_dir).extras()["client_state"]
+    check_known(state, str(checkpoint_dir))
+    return _temporary(state, "model_states.pt")
 
 
 def _temporary(value: Any, name: str) -> str:

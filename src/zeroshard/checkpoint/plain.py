@@ -1,0 +1,110 @@
+"""What a checkpoint holds that is no tensor: values that are read back without running code.
+
+torch's weights-only unpickler builds tensors, numbers, text and lists, tuples and dicts of them. To these come
+harmless classes of the standard library and of numpy, members of enumerations, and what the user names with
+`torch.serialization.add_safe_globals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import decimal
+import enum
+import functools
+import io
+import pathlib
+import sys
+import types
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.errors import CheckpointError
+
+__all__ = ["check_known", "pack", "unpack"]
+
+_Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+_HARMLESS: list[_Allowed] = [
+    *((pathlib.Path, f"pathlib{place}.PosixPath") for place in ("", "._local")),
+    *((pathlib.PureWindowsPath, f"pathlib{place}.WindowsPath") for place in ("", "._local")),
+    *((pathlib.PurePosixPath, f"pathlib{place}.PurePosixPath") for place in ("", "._local")),
+    argparse.Namespace,
+    types.SimpleNamespace,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    uuid.UUID,
+    *(dict, float, frozenset, int, list, range, set, slice, str, tuple),
+]
+
+_NUMPY = ("ndarray", "dtype", "_core.multiarray.scalar", "_core.multiarray._reconstruct")
+
+
+class Unknown:
+    """A member of an enumeration that this process has not imported."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        self.name = name
+
+
+def pack(value: Any) -> bytes:
+    """`value` as bytes; anything that pickle raises."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What was packed, tensors on the CPU. Raises pickle.UnpicklingError for what may run code."""
+    asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    allowed = [*_HARMLESS, *_numpy(), *(found for name in asked for found in _enumeration(name))]
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def check_known(values: Mapping[str, Any], where: str) -> None:
+    """CheckpointError when there is something that could not be built, since its class is not here."""
+    for key, value in values.items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Unknown):
+                raise CheckpointError(
+                    f"{where}: entry {key!r} of client_state has a {leaf.name}, which this process has not "
+                    f"imported. Import the module that defines it before loading; nothing is imported because a "
+                    f"file says so."
+                )
+
+
+def _numpy() -> list[_Allowed]:
+    """numpy's numbers and arrays, where it is imported."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return []
+    found: list[Any] = [_at(numpy, path) for path in _NUMPY]
+    kinds = [type(numpy.dtype(code)) for code in "?bhilqBHILQefdFDU"]
+    return [entry for entry in (*found, *dict.fromkeys(kinds)) if entry is not None]
+
+
+def _enumeration(name: str) -> list[_Allowed]:
+    """The enumeration of that name; what stands for it when it is not imported; nothing for other classes."""
+    module, _, attribute = name.rpartition(".")
+    while module and module not in sys.modules:
+        module, _, outer = module.rpartition(".")
+        attribute = f"{outer}.{attribute}"
+    found = _at(sys.modules[module], attribute) if module else None
+    if isinstance(found, type):
+        return [(found, name)] if issubclass(found, enum.Enum) else []
+    return [(functools.partial(Unknown, name), name)] if found is None else []
+
+
+def _at(value: Any, path: str) -> Any:
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,99 @@
+"""Values beside the tensors of a checkpoint: what comes back as it was, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import decimal
+import enum
+import os
+import pathlib
+import pickle
+import sys
+import types
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zeroshard.checkpoint.plain import check_known, pack, unpack
+from zeroshard.errors import CheckpointError
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+class Text(str, enum.Enum):
+    LONG = "long"
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+VALUES: dict[str, Any] = {
+    "path": pathlib.Path("/a/b"),
+    "pure path": pathlib.PurePosixPath("a"),
+    "namespace": argparse.Namespace(seed=1, root=pathlib.Path("x")),
+    "simple namespace": types.SimpleNamespace(a=[1]),
+    "enumeration": [Mode.FAST, Text.LONG, Bits.A | Bits.B],
+    "time": [datetime.timedelta(1), datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3)],
+    "time zone": datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
+    "numbers": [decimal.Decimal("1.5"), 1j, np.float64(1.5), np.int32(3), np.bool_(True)],
+    "text": np.array(["a", "bc"]).tolist(),
+    "sets": [{1}, frozenset({"a"}), range(3), slice(1, 2)],
+    "identifier": uuid.UUID(int=5),
+    "torch": [torch.float16, torch.Size([1]), torch.device("cpu")],
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_comes_back(what: str) -> None:
+    found = unpack(pack({"nested": [VALUES[what]]}))["nested"][0]
+    assert found == VALUES[what]
+    assert type(found) is type(VALUES[what])
+
+
+def test_arrays_come_back() -> None:
+    for array in (np.arange(6.0).reshape(2, 3), np.array([1, 2], dtype=np.int16), np.array(["a", "bc"])):
+        found = unpack(pack(array))
+        assert found.dtype == array.dtype
+        assert np.array_equal(found, array)
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+class Plain:
+    """Harmless, but who knows."""
+
+
+@pytest.mark.parametrize("value", [Runs(), Plain(), torch.nn.ReLU, torch.tanh])
+def test_is_refused(value: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpack(pack([value]))
+
+
+def test_the_user_may_allow_a_class() -> None:
+    with torch.serialization.safe_globals([Plain]):
+        assert isinstance(unpack(pack(Plain())), Plain)
+
+
+def test_an_enumeration_that_is_not_imported_is_told_when_it_is_asked_for() -> None:
+    module = types.ModuleType("of_the_user")
+    module.Mode = enum.Enum("Mode", "ON OFF", module="of_the_user")  # type: ignore[attr-defined]
+    sys.modules["of_the_user"] = module
+    data = pack({"epoch": 3, "settings": {"mode": module.Mode.ON}})
+    assert unpack(data)["settings"]["mode"] is module.Mode.ON
+    del sys.modules["of_the_user"]
+    found = unpack(data)
+    assert found["epoch"] == 3
+    with pytest.raises(CheckpointError, match=r"entry 'settings' .* of_the_user.Mode, .* Import the module"):
+        check_known(found, "saves/a")
+    check_known({"epoch": 3}, "saves/a")
