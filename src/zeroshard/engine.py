@@ -415,7 +415,8 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         stays = device is None or (
-            device.type == self.device.type and device.index in (None, self.device.index)
+            device.type == self.device.type
+            and (device.index == self.device.index or None in (device.index, self.device.index))
         )
         if stays and (dtype is None or dtypes <= {dtype}):
             return self
