@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import zeroshard
+from zeroshard.checkpoint.together import together
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
@@ -114,6 +116,24 @@ class DeepSpeedEngine(Engine):
     reload_states = offload_states
 
     # ---- checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See `zeroshard.Engine.save_checkpoint`. Puts `zero_to_fp32.py` beside it, which job scripts run."""
+        saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+        def write() -> None:
+            if self._states.rank == 0:
+                (Path(save_dir) / "zero_to_fp32.py").write_text(_ZERO_TO_FP32)
+
+        together(self._states, "save_checkpoint", write)
+        return saved
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """See `zeroshard.Engine.load_checkpoint`; `(None, None)` where there is nothing to load."""
@@ -228,6 +248,17 @@ def _value_at(config: Config, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+_ZERO_TO_FP32 = '''#!/usr/bin/env python
+"""Writes the weights of the checkpoint in this directory in fp32: python zero_to_fp32.py . output_dir"""
+
+import sys
+
+from zeroshard.compat.files import main
+
+sys.exit(main())
+'''
 
 
 class _ParameterOffload:
