@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -64,15 +66,14 @@ def weights_only(rank: int, world: int, out: str, stage: int) -> dict[str, Any]:
 
 def without_gathering(rank: int, world: int, out: str) -> dict[str, Any]:
     """`stage3_gather_16bit_weights_on_model_save` off: a checkpoint, of which zero_to_fp32 makes weights."""
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
     config = ds_config(3, zero_optimization={"stage3_gather_16bit_weights_on_model_save": False})
     trainer = trainer_of(arguments(out, config))
     trainer.train()
     trainer.save_model(f"{out}/final")
     dist.barrier()
-    if rank == 0:
-        convert_zero_checkpoint_to_fp32_state_dict(f"{out}/final", f"{out}/whole", safe_serialization=True)
+    if rank == 0:  # as the page of transformers says
+        words = [sys.executable, "zero_to_fp32.py", ".", f"{out}/whole", "--safe_serialization"]
+        subprocess.run(words, cwd=f"{out}/final", check=True, timeout=100)
     dist.barrier()
     state = trainer.deepspeed._zero3_consolidated_16bit_state_dict()
     facts: dict[str, Any] = {"files": sorted(path.name for path in Path(f"{out}/final").iterdir())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from zeroshard.testing.ranks import RankPool
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+if not all(
+    map(find_spec, ("transformers", "accelerate"))
+):  # not imported here: only workers have the stand-in
+    pytest.skip("not installed: transformers or accelerate", allow_module_level=True)
 
 import saving_runs as saving
 from trainer_runs import client
@@ -38,7 +41,7 @@ def test_save_only_model(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
 def test_a_checkpoint_where_weights_are_not_gathered(ranks2: RankPool, tmp_path: Path) -> None:
     facts = ranks2.run(client, saving.without_gathering, str(tmp_path))[0]
     assert "global_step4" in facts["files"]
-    assert "latest" in facts["files"]
+    assert {"latest", "zero_to_fp32.py"} <= set(facts["files"])
     assert not [
         name for name in facts["files"] if name.endswith((".safetensors", ".bin")) and "args" not in name
     ]

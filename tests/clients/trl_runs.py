@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from trainer_runs import arguments, ds_config, history, llama
+from trainer_runs import arguments, ds_config, history, llama, llama_config
 
 WORDS = [f"w{number}" for number in range(56)]
 
@@ -21,6 +21,13 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def save_parts(rank: int, world: int, directory: str) -> None:
+    """A config and a tokenizer, as scripts want them."""
+    if rank == 0:
+        tokenizer().save_pretrained(directory)
+        llama_config(vocab_size=59, eos_token_id=1).save_pretrained(directory)
 
 
 def texts(count: int, words: int = 9) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import zeroshard
+from zeroshard.checkpoint.together import together
 from zeroshard.compat.client_state import without_objects
 from zeroshard.compat.comm import get_local_rank, init_distributed
 from zeroshard.compat.messages import log_dist
@@ -163,9 +165,17 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """See `zeroshard.Engine.save_checkpoint`; Lightning's hyper-parameters are saved as far as they can be."""
+        """See `zeroshard.Engine.save_checkpoint`. Lightning's hyper-parameters are saved as far as they can be, and
+        `zero_to_fp32.py` is put beside the checkpoint, which job scripts run."""
         state = without_objects(client_state, tells=self._states.rank == 0)
-        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        saved = super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+
+        def write() -> None:
+            if self._states.rank == 0:
+                (Path(save_dir) / "zero_to_fp32.py").write_text(_ZERO_TO_FP32)
+
+        together(self._states, "save_checkpoint", write)
+        return saved
 
     @functools.wraps(Engine.load_checkpoint)  # clients look at signatures
     def load_checkpoint(  # type: ignore[override]
@@ -283,6 +293,17 @@ def _value_at(config: Config, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+_ZERO_TO_FP32 = '''#!/usr/bin/env python
+"""Writes the weights of the checkpoint in this directory in fp32: python zero_to_fp32.py . output_dir"""
+
+import sys
+
+from zeroshard.compat.files import main
+
+sys.exit(main())
+'''
 
 
 class _ParameterOffload:
