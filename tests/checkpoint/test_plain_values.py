@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from zeroshard.checkpoint.deepspeed.pickles import open_states
 from zeroshard.checkpoint.plain import check_known, pack, unpack
 from zeroshard.errors import CheckpointError
 
@@ -83,6 +84,15 @@ def test_is_refused(value: Any) -> None:
 def test_the_user_may_allow_a_class() -> None:
     with torch.serialization.safe_globals([Plain]):
         assert isinstance(unpack(pack(Plain())), Plain)
+
+
+def test_files_of_deepspeed_may_hold_them(tmp_path: pathlib.Path) -> None:
+    state = {"hyper_parameters": {"data": pathlib.Path("/a"), "mode": Mode.FAST, "best": np.float64(2.0)}}
+    torch.save(state, tmp_path / "states.pt")
+    assert open_states(tmp_path / "states.pt") == state
+    torch.save({"model": Plain()}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"holds .*Plain, which was not read"):
+        open_states(tmp_path / "other.pt")
 
 
 def test_an_enumeration_that_is_not_imported_is_told_when_it_is_asked_for() -> None:

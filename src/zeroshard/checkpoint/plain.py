@@ -17,7 +17,7 @@ import pathlib
 import sys
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["check_known", "pack", "unpack"]
+__all__ = ["check_known", "harmless", "pack", "unpack"]
 
 _Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
 
@@ -65,9 +65,20 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """What was packed, tensors on the CPU. Raises pickle.UnpicklingError for what may run code."""
     asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    allowed = [*_HARMLESS, *_numpy(), *(found for name in asked for found in _enumeration(name))]
-    with torch.serialization.safe_globals(allowed):
+    unknown = [(functools.partial(Unknown, name), name) for name in asked if _found(name) is None]
+    with torch.serialization.safe_globals([*harmless(asked), *unknown]):
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def harmless(asked: Iterable[str] = ()) -> list[_Allowed]:
+    """For `torch.serialization.safe_globals`: classes that run no code of anybody's when they are built, and those
+    of the names `asked` that are enumerations and imported."""
+    enumerations = [
+        (found, name)
+        for name in asked
+        if isinstance(found := _found(name), type) and issubclass(found, enum.Enum)
+    ]
+    return [*_HARMLESS, *_numpy(), *enumerations]
 
 
 def check_known(values: Mapping[str, Any], where: str) -> None:
@@ -92,16 +103,13 @@ def _numpy() -> list[_Allowed]:
     return [entry for entry in (*found, *dict.fromkeys(kinds)) if entry is not None]
 
 
-def _enumeration(name: str) -> list[_Allowed]:
-    """The enumeration of that name; what stands for it when it is not imported; nothing for other classes."""
+def _found(name: str) -> Any:
+    """What is imported under the name in a pickle, None when nothing is."""
     module, _, attribute = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, outer = module.rpartition(".")
         attribute = f"{outer}.{attribute}"
-    found = _at(sys.modules[module], attribute) if module else None
-    if isinstance(found, type):
-        return [(found, name)] if issubclass(found, enum.Enum) else []
-    return [(functools.partial(Unknown, name), name)] if found is None else []
+    return _at(sys.modules[module], attribute) if module else None
 
 
 def _at(value: Any, path: str) -> Any:

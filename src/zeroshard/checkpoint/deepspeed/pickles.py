@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.deepspeed.files import COPY
+from zeroshard.checkpoint.plain import harmless
 from zeroshard.errors import CheckpointError
 
 __all__ = ["Kept", "open_states", "open_value"]
@@ -53,7 +54,8 @@ def open_value(path: Path) -> Any:
             is_zip = (
                 file.read(4) == b"PK\x03\x04"
             )  # else of `checkpoint_serialization: false`, which cannot be mapped
-        with torch.serialization.safe_globals(_ALLOWED):
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        with torch.serialization.safe_globals([*_ALLOWED, *harmless(asked)]):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {COPY}") from None
