@@ -113,22 +113,7 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        status = app(words or ["--help"], prog_name="zeroshard", standalone_mode=False)
-    except SystemExit as help_was_shown:
-        return int(help_was_shown.code or 0)
-    except (ConfigError, LaunchError) as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        return 2
-    except ZeroShardError as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        return 1
-    except typer.Abort:
-        return 130
-    except _CommandLineError as error:
-        print(f"zeroshard: {getattr(error, 'format_message', error.__str__)()}", file=sys.stderr)
-        return 2
-    return status if isinstance(status, int) else 0
+    return _guarded(lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False))
 
 
 def deepspeed_command(argv: Sequence[str] | None = None) -> int:
@@ -150,12 +135,21 @@ def ds_ssh(argv: Sequence[str] | None = None) -> int:
     return _guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv))
 
 
-def _guarded(command: Callable[[], int]) -> int:
-    """The exit status of a command; what the user did wrong is one line."""
+def _guarded(command: Callable[[], object]) -> int:
+    """The exit status of a command; an error is told without a traceback, and what the user did wrong is 2."""
     try:
-        return command()
-    except SystemExit as help_was_shown:
-        return int(help_was_shown.code or 0)
+        status = command()
     except (ConfigError, LaunchError) as error:
         print(f"zeroshard: {error}", file=sys.stderr)
         return 2
+    except ZeroShardError as error:
+        print(f"zeroshard: {error}", file=sys.stderr)
+        return 1
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except SystemExit as help_was_shown:
+        status = help_was_shown.code
+    except _CommandLineError as error:
+        print(f"zeroshard: {getattr(error, 'format_message', error.__str__)()}", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0

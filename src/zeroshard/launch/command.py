@@ -19,6 +19,7 @@ from zeroshard.launch.lifeline import hold_lifeline
 from zeroshard.launch.messages import log, show_from
 from zeroshard.launch.options import Options, parse_options
 from zeroshard.launch.plan import (
+    DEFAULT_PORT,
     Place,
     choose_hosts,
     choose_launcher,
@@ -62,6 +63,10 @@ def run(words: Sequence[str], **defaults: object) -> int:
         if options.no_ssh:
             return _run_here(options, place_of(options, os.environ, hosts), hosts)
         if hosts is None or _only_here(hosts, options):
+            if options.venv_script:
+                log.warning(
+                    "--venv_script is for other hosts; here ranks run in the environment of this command"
+                )
             place = Place(address=options.master_addr, port=options.master_port)
             return _run_here(options, place, hosts)
         return _run_on_hosts(options, hosts, choose_launcher(options, os.environ))
@@ -106,7 +111,7 @@ def _run_on_hosts(options: Options, hosts: Hosts, launcher: str) -> int:
     if launcher in ("ssh", "pdsh") and not options.no_ssh_check:
         script = options.script if not options.module else None
         file, program = (None, script) if options.no_python else (script, None)
-        port = options.master_port or 29500
+        port = options.master_port or DEFAULT_PORT
         require_hosts(job, hosts, Question(file, program, master_of(options, hosts), port, False), os.environ)
     least, most = options.num_nodes or (len(hosts), len(hosts))
     return run_starts(starts, os.environ, job.directory, least if least < most else None)

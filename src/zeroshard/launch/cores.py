@@ -14,7 +14,7 @@ def parse_core_list(text: str) -> tuple[int, ...]:
     cores: list[int] = []
     for span in text.split(","):
         low, dash, high = (word.strip() for word in span.partition("-"))
-        if not (low.isdigit() and (high.isdigit() if dash else True)):
+        if not (low.isdecimal() and (high.isdecimal() if dash else True)):
             raise LaunchError(
                 f"--bind_core_list {text!r}: {span!r} is neither a core nor a range such as 0-3"
             )

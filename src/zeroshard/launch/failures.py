@@ -17,7 +17,7 @@ __all__ = [
     "write_record",
 ]
 
-RECORD_PREFIX = "\x1ezeroshard-failed "
+RECORD_PREFIX = "::zeroshard-failed "
 _LAST_LINES = 20
 
 

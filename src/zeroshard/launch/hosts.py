@@ -159,7 +159,7 @@ def expand_nodelist(text: str) -> list[str]:
     position = 0
     while position < len(text):
         match = _NODE_GROUP.match(text, position)
-        if match is None or match.end() == position:
+        if match is None or match[0] in ("", ","):
             raise LaunchError(f"SLURM's node list {text!r} cannot be read at {text[position:]!r}")
         position = match.end()
         before, ranges, after = match[1], match[2], match[3] or ""
@@ -168,7 +168,7 @@ def expand_nodelist(text: str) -> list[str]:
             continue
         for span in ranges.split(","):
             low, _, high = span.partition("-")
-            if not (low.isdigit() and (high or low).isdigit()):
+            if not (low.isdecimal() and (high or low).isdecimal()):
                 raise LaunchError(f"SLURM's node list {text!r} cannot be read at {span!r}")
             hosts += [f"{before}{n:0{len(low)}d}{after}" for n in range(int(low), int(high or low) + 1)]
     return hosts

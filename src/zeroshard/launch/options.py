@@ -106,7 +106,10 @@ def _node_count(text: str) -> tuple[int, int] | None:
 
 
 def _slots(text: str) -> tuple[int, ...]:
-    return parse_numbers(text, "--slots")
+    try:
+        return parse_numbers(text, "slots")
+    except LaunchError as error:  # argparse would hide the words of a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _launcher(text: str) -> str:

@@ -29,6 +29,9 @@ __all__ = [
 
 DEFAULT_PORT = 29500
 
+# The shell of `salloc` and the script of `sbatch`, in slurm.h: SLURM_INTERACTIVE_STEP and SLURM_BATCH_SCRIPT.
+_STEPS_OF_THE_JOB_ITSELF = ("4294967290", "4294967291")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -54,7 +57,8 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
         except OSError as error:
             raise LaunchError(f"--hostfile {named} cannot be read: {error.strerror}") from None
     elif _in_allocation(environ):
-        slots = options.num_gpus or int(environ.get("SLURM_GPUS_ON_NODE", "1"))
+        given = environ.get("SLURM_GPUS_ON_NODE", "")
+        slots = options.num_gpus or (int(given) if given.isdigit() else 1)
         pool = {host: tuple(range(slots)) for host in expand_nodelist(environ["SLURM_JOB_NODELIST"])}
     else:
         _require_one_host(options)
@@ -67,7 +71,7 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
 
 
 def _require_one_host(options: Options) -> None:
-    if options.num_nodes is not None and options.num_nodes[0] > 1:
+    if options.num_nodes is not None and options.num_nodes[0] > 1 and not options.no_ssh:
         raise LaunchError(
             f"--num_nodes {options.num_nodes[0]} needs a hostfile that names them, and there is no file "
             f"{options.hostfile!r} (or --no_ssh, and this command on every host)"
@@ -76,8 +80,11 @@ def _require_one_host(options: Options) -> None:
 
 def _in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether SLURM gave us several hosts, and this is the script that is to use them."""
-    several = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    return several and "SLURM_JOB_NODELIST" in environ and "SLURM_STEP_NODELIST" not in environ
+    several = environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and "SLURM_JOB_NODELIST" in environ
+    in_step = (
+        "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_STEP_ID") not in _STEPS_OF_THE_JOB_ITSELF
+    )
+    return several and not in_step
 
 
 def missing_hostfile(options: Options) -> bool:

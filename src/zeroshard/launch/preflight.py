@@ -13,7 +13,7 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Hosts
 from zeroshard.launch.messages import log
 from zeroshard.launch.probe import Answer, Question, read_answer
-from zeroshard.launch.remote import HostCommand, Job, shell_line, ssh_words
+from zeroshard.launch.remote import HostCommand, Job, on_host
 
 __all__ = ["find_problems", "require_hosts"]
 
@@ -39,12 +39,11 @@ def require_hosts(job: Job, hosts: Hosts, question: Question, environ: Mapping[s
 def _ask(job: Job, command: HostCommand, question: Question, environ: Mapping[str, str]) -> Answer | str:
     """The answer of one host, or why there is none."""
     probe = ("python" if job.venv_script else sys.executable, "-m", "zeroshard.launch.probe", str(question))
-    words = probe if command.here else (*ssh_words(job, command.host), shell_line(job, probe))
-    environment = {**environ, **job.environment} if command.here else dict(environ)
+    start = on_host(job, command, probe)
     try:
         done = subprocess.run(
-            words,
-            env=environment,
+            start.words,
+            env={**environ, **start.environment},
             cwd=job.directory,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["PROBE_PREFIX", "Answer", "Question", "read_answer"]
 
-PROBE_PREFIX = "\x1ezeroshard-host "
+PROBE_PREFIX = "::zeroshard-host "
 
 
 @dataclass(frozen=True)

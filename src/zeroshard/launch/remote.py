@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zeroshard.errors import LaunchError
 
@@ -20,8 +20,8 @@ __all__ = [
     "Job",
     "Start",
     "build_starts",
+    "on_host",
     "require_program",
-    "shell_line",
     "ssh_words",
 ]
 
@@ -69,7 +69,7 @@ def ssh_words(job: Job, host: str) -> tuple[str, ...]:
     return ("ssh", *job.launcher_args, *port, *(word for o in options for word in ("-o", o)), host)
 
 
-def shell_line(job: Job, words: tuple[str, ...]) -> str:
+def _shell_line(job: Job, words: tuple[str, ...]) -> str:
     """The line for a shell on the host: the directory, the environment, the command."""
     line = f"cd {shlex.quote(job.directory)} && exec {shlex.join(_with_environment(job, words))}"
     if job.venv_script:
@@ -77,25 +77,27 @@ def shell_line(job: Job, words: tuple[str, ...]) -> str:
     return line
 
 
+def on_host(job: Job, command: HostCommand, words: tuple[str, ...]) -> Start:
+    """`words` on the host of `command`: over ssh, or started from here if that is this machine."""
+    if not command.here:
+        return Start(command.host, (*ssh_words(job, command.host), _shell_line(job, words)))
+    if job.venv_script:
+        return Start(command.host, ("bash", "-c", _shell_line(job, words)))
+    return Start(command.host, words, job.environment)
+
+
 def _with_environment(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     return ("env", *(f"{name}={value}" for name, value in job.environment.items()), *words)
 
 
 def _ssh(job: Job, environ: Mapping[str, str]) -> list[Start]:
-    return [
-        Start(command.host, command.words, job.environment, listens=True)
-        if command.here
-        else Start(
-            command.host, (*ssh_words(job, command.host), shell_line(job, command.words)), listens=True
-        )
-        for command in job.commands
-    ]
+    return [replace(on_host(job, command, command.words), listens=True) for command in job.commands]
 
 
 def _pdsh(job: Job, environ: Mapping[str, str]) -> list[Start]:
     """One pdsh for all. It replaces %n by the place of the host; a % of ours is written twice."""
     hosts = ",".join(command.host for command in job.commands)
-    lines = [shell_line(job, command.words).replace("%", "%%") for command in job.commands]
+    lines = [_shell_line(job, command.words).replace("%", "%%") for command in job.commands]
     anywhere = {line.replace(f"--node_rank={rank}", "--node_rank=%n", 1) for rank, line in enumerate(lines)}
     if len(anywhere) == 1:
         line = anywhere.pop()

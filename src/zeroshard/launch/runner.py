@@ -134,7 +134,7 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
     elastic = place.min_nodes < place.max_nodes or (node.max_restarts > 0 and not place.alone)
     static = port != 0 and not elastic
-    local = address if place.alone else own_address(address)
+    local = address if place.alone else own_address(address) or address
     return LaunchConfig(
         min_nodes=place.min_nodes,
         max_nodes=place.max_nodes,
