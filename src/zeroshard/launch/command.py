@@ -121,7 +121,8 @@ def _run_here(options: Options, place: Place, hosts: Hosts | None) -> int:
     """Be the launcher of this host's ranks."""
     if options.attached and not options.dry_run:
         hold_lifeline(beats=options.attached == "launcher")
-    from zeroshard.launch import runner
+    with _quiet_cpp():
+        from zeroshard.launch import runner
 
     slots, environment = _slots_here(options, place, hosts, os.environ)
     node = _node(options, place, len(slots))
@@ -133,6 +134,20 @@ def _run_here(options: Options, place: Place, hosts: Hosts | None) -> int:
         return 0
     os.environ.update(environment)
     return runner.run_node(node)
+
+
+@contextmanager
+def _quiet_cpp() -> Iterator[None]:
+    """Import torch so that its C++ half says nothing below errors here; what starts from here has its own say."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _slots_here(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -25,11 +26,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch import rank as rank_program
+from zeroshard.launch import child
 from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
 from zeroshard.launch.messages import log
 from zeroshard.launch.network import interface_of, is_free, own_address
 from zeroshard.launch.output import RankOutput
+from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
 
 __all__ = ["Node", "accelerators_here", "run_node", "run_ranks"]
@@ -75,11 +77,15 @@ def run_node(node: Node) -> int:
     _quiet_torchrun()
     with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as scratch:
         output = RankOutput(scratch, node.log_folder)
+        fixed = not (_is_elastic(node) or node.place.alone)
+        peers = Peers(node.place) if fixed and not node.record_failures else None
         try:
             _run_to_the_end(node, output)
         except ChildFailedError as error:
-            return _tell_failure(node, error, output)
+            return _tell_failure(node, error, output, peers)
         except (SignalException, KeyboardInterrupt) as stop:
+            if peers is not None and peers.status is not None:
+                return peers.status
             received = getattr(stop, "sigval", signal.SIGINT)
             tell = log.debug if node.record_failures else log.error
             tell("stopped by %s; all ranks have ended", signal.Signals(received).name)
@@ -90,9 +96,10 @@ def run_node(node: Node) -> int:
     return 0
 
 
-def _tell_failure(node: Node, error: ChildFailedError, output: RankOutput) -> int:
+def _tell_failure(node: Node, error: ChildFailedError, output: RankOutput, peers: Peers | None) -> int:
+    host = "" if node.place.alone else socket.gethostname()
     failures = {
-        rank: Failure(f.pid, f.exitcode, f.timestamp, "", output.last_lines(f.local_rank))
+        rank: Failure(f.pid, f.exitcode, f.timestamp, host, output.last_lines(f.local_rank))
         for rank, f in error.failures.items()
     }
     if node.record_failures:
@@ -101,6 +108,8 @@ def _tell_failure(node: Node, error: ChildFailedError, output: RankOutput) -> in
         if node.ranks > 1 and (said := last_lines(failures)):
             log.error(said)
         log.error(describe_failure(failures, node.ranks if node.place.alone else None))
+        if peers is not None:
+            peers.tell(describe_failure(failures, None), exit_status(failures))
     return exit_status(failures)
 
 
@@ -115,7 +124,7 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
         # Until all hosts have come, torch waits in C++, where Python's own answer to a Ctrl-C is not heard.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = "/".join(",".join(map(str, part)) for part in node.cores) if node.cores else "-"
-    isolated = ("-I", "-S", rank_program.__file__, "${local_rank}", cores, "--")
+    isolated = ("-I", "-S", child.__file__, "SIGKILL", "${local_rank}", cores, "--")
     try:
         elastic_launch(_launch_config(node, output), sys.executable)(*isolated, *node.command)
     finally:
@@ -132,8 +141,7 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
     address, port = place.address or _LOOPBACK, place.port or 0  # port 0: the system picks a free one
     if place.node_rank == 0 and port and not is_free(port):
         raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
-    elastic = place.min_nodes < place.max_nodes or (node.max_restarts > 0 and not place.alone)
-    static = port != 0 and not elastic
+    static = port != 0 and not _is_elastic(node)
     local = address if place.alone else own_address(address) or address
     return LaunchConfig(
         min_nodes=place.min_nodes,
@@ -149,6 +157,11 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         monitor_interval=_POLL_SECONDS,
         logs_specs=output,
     )
+
+
+def _is_elastic(node: Node) -> bool:
+    """Whether hosts have to meet again while the job runs: they may come and go, or all ranks start again."""
+    return node.place.min_nodes < node.place.max_nodes or (node.max_restarts > 0 and not node.place.alone)
 
 
 def _set_environment(node: Node) -> None:

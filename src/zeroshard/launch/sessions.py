@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import BinaryIO
 
+from zeroshard.launch import child
 from zeroshard.launch.failures import (
     RECORD_PREFIX,
     Failure,
@@ -49,8 +51,12 @@ class _Session:
         self.said: deque[str] = deque(maxlen=20)
         self.ended_at: float | None = None
         labelled = subprocess.PIPE if start.host else None
+        # What listens to us stops by itself when we end; the others have to be told.
+        told = (
+            () if start.listens else (sys.executable, "-I", "-S", child.__file__, "SIGTERM", "0", "-", "--")
+        )
         self.process = subprocess.Popen(
-            start.words,
+            (*told, *start.words),
             env={**environ, **start.environment},
             cwd=directory,
             stdin=subprocess.PIPE if start.listens else subprocess.DEVNULL,
