@@ -7,13 +7,19 @@ import sys
 
 __all__ = ["log", "show_from"]
 
+
+class _Lines(logging.Handler):
+    """Prints to what is stderr at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"zeroshard: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
 log = logging.getLogger("zeroshard.launch")
+log.addHandler(_Lines())
+log.propagate = False
 
 
 def show_from(level: str) -> None:
-    """Show lines from `level` on, on what is stderr now."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("zeroshard: %(message)s"))
-    log.handlers = [handler]
-    log.propagate = False
+    """Show lines from `level` on."""
     log.setLevel(level.upper())

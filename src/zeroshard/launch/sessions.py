@@ -103,7 +103,7 @@ class _Session:
     def send(self, word: str) -> None:
         """The name of a signal, or "" for a beat."""
         if self.start.listens and self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or was cut off
                 self.process.stdin.write(f"{word}\n".encode())
                 self.process.stdin.flush()
         elif word:
@@ -172,7 +172,11 @@ def _watch(sessions: list[_Session], received: list[signal.Signals], enough: int
     while running := [session for session in sessions if session.running()]:
         now = time.monotonic()
         if not told:
-            failed += _newly_failed(sessions, failed)
+            new = _newly_failed(sessions, failed)
+            failed += new
+            for session in new:
+                if not session.failures and len(running) >= enough:
+                    log.warning("%s; going on with %d", session.describe_end(), len(running))
         if len(received) > answered:
             answered, told = answered + 1, True
             for session in running:
