@@ -138,7 +138,7 @@ def test_what_does_not_listen_gets_the_signal_itself(tmp_path: Path) -> None:
 LIFELINE = """
 import os, signal, sys, time
 from zeroshard.launch import lifeline
-lifeline._SILENCE_SECONDS = 0.5
+lifeline._SILENCE_SECONDS = 2.0
 if sys.argv[1] == "ranks":
     def stop(number, frame):
         print("stopped by", signal.Signals(number).name, flush=True)

@@ -59,6 +59,10 @@ class Network:
         run = [sys.executable, "-m", "zeroshard", "run", "--launcher_args", ssh, "--ssh_port", str(SSH_PORT)]
         return ["ip", "netns", "exec", self.names[0], *run, *words]
 
+    def by_hand(self, rank: int, *words: str) -> list[str]:
+        run = [sys.executable, "-m", "zeroshard", "run", "--no_ssh", "--master_addr", self.addresses[0]]
+        return ["ip", "netns", "exec", self.names[rank], *run, "--node_rank", str(rank), *words]
+
     def hostfile(self, folder: Path, *slots: int) -> list[str]:
         file = folder / "hostfile"
         lines = (f"{address} slots={n}\n" for address, n in zip(self.addresses, slots, strict=True))
@@ -207,7 +211,8 @@ def test_a_rank_that_fails_on_the_second_host_is_named_and_ends_the_job(
     network: Network, tmp_path: Path, environment: dict[str, str], ending: str, status: int, told: str
 ) -> None:
     (tmp_path / "script.py").write_text(LAST_RANK.format(ending=ending))
-    done = run(network.command(*network.hostfile(tmp_path, 1, 1), "script.py"), tmp_path, environment)
+    words = network.command("--no_ssh_check", *network.hostfile(tmp_path, 1, 1), "script.py")
+    done = run(words, tmp_path, environment)
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()
     assert f"on {network.addresses[1]} {told}" in lines[-1]
@@ -223,7 +228,7 @@ def test_nothing_is_left_when_the_launcher_ends(
     network: Network, tmp_path: Path, environment: dict[str, str], number: signal.Signals
 ) -> None:
     (tmp_path / "script.py").write_text(LAST_RANK.format(ending="pathlib.Path('all').touch()"))
-    words = network.command(*network.hostfile(tmp_path, 1, 1), "script.py")
+    words = network.command("--no_ssh_check", *network.hostfile(tmp_path, 1, 1), "script.py")
     launcher = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + LIMIT_SECONDS
@@ -255,3 +260,104 @@ def test_a_host_that_is_down_is_named_before_anything_starts(
     assert said[-2] == "zeroshard: 1 of 3 hosts cannot take part:"
     assert said[-1].startswith("  10.213.7.99: cannot be reached over ssh (")
     assert not (tmp_path / "started").exists()
+
+
+def test_a_host_started_by_hand_learns_that_another_one_failed(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "script.py").write_text(LAST_RANK.format(ending="sys.exit(7)"))
+    words = ("--num_nodes", "2", "--num_gpus", "1", "script.py")
+    first = subprocess.Popen(
+        network.by_hand(0, *words), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        second = run(network.by_hand(1, *words), tmp_path, environment)
+        _, told = first.communicate(timeout=20)
+    finally:
+        first.kill()
+        first.wait()
+    assert second.returncode == first.returncode == 7
+    failure = second.stderr.splitlines()[-1]
+    assert "ended with exit code 7; the others were stopped" in failure
+    assert told.splitlines()[-1] == failure.replace("zeroshard: ", "zeroshard: stopping: ")
+    network.wait_until_empty()
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="no pdsh here")
+def test_pdsh(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint('SAW', os.environ['RANK'], sys.argv[1:], flush=True)\n"
+        "sys.exit(int(os.environ['RANK']))\n"
+    )
+    words = (
+        "--launcher",
+        "pdsh",
+        "--no_ssh_check",
+        "--include",
+        f"{network.addresses[1]}@{network.addresses[0]}:1",
+    )
+    command = network.command(*words, *network.hostfile(tmp_path, 2, 1), "script.py", "%n $HOME 'x'")
+    command[command.index("--launcher_args") + 1] = "-u 60"
+    ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {network.folder / 'ssh_config'}"}
+    done = run(command, tmp_path, environment | ssh)
+    first, second = network.addresses
+    shown = "[\"%n $HOME 'x'\"]"
+    assert sorted(done.stdout.splitlines()) == [f"{first}: SAW 0 {shown}", f"{second}: SAW 1 {shown}"]
+    assert done.returncode == 1
+    assert f"{second}: zeroshard: rank 1 (pid " in done.stderr
+    network.wait_until_empty()
+
+
+def test_one_command_on_every_host(
+    network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text(
+        f'#!/bin/sh\nexec {shutil.which("ssh")} -F {network.folder}/ssh_config -p {SSH_PORT} "$@"\n'
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    code = "import sys; from zeroshard.launch.cli import ds_ssh; sys.exit(ds_ssh())"
+    _, file = network.hostfile(tmp_path, 1, 1)
+    words = ["ip", "netns", "exec", network.names[0], sys.executable, "-c", code, "-f", file]
+    path = {"PATH": f"{tmp_path}:{environment['PATH']}"}
+    done = run([*words, "echo", "two  words"], tmp_path, environment | path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{address}: two  words" for address in network.addresses]
+    done = run([*words, f"test -d {tmp_path} && exit 3"], tmp_path, environment | path)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].endswith(" ended with exit status 3")
+
+
+@pytest.mark.slow
+def test_the_job_goes_on_when_a_host_is_lost(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """torchrun waits half a minute for more hosts when fewer are left than it was told to hope for."""
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "size, again = os.environ['WORLD_SIZE'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "pathlib.Path(f'saw{size}').touch()\n"
+        "if size == '2': time.sleep(8); sys.exit(1)  # as a collective that lost its peer\n"
+        "print('SAW', size, again, flush=True)\n"
+    )
+    options = ("--no_ssh_check", "--num_nodes", "1:2", "--max_restarts", "3")
+    command = network.command(*options, *network.hostfile(tmp_path, 1, 1), "script.py")
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not (tmp_path / "saw2").exists():
+            assert time.monotonic() < end, "ranks did not come up"
+            time.sleep(0.05)
+        for pid, words in network.processes().items():
+            if "--node_rank=1" in words and words.startswith(sys.executable):
+                os.kill(pid, signal.SIGKILL)
+        printed, told = launcher.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    first, second = network.addresses
+    assert launcher.returncode == 0, told
+    assert printed == f"{first}: SAW 1 1\n"
+    assert f"zeroshard: the connection to {second} ended; going on with 1" in told
+    network.wait_until_empty()

@@ -11,13 +11,13 @@ import os
 import select
 import signal
 import threading
-import time
+
+from zeroshard.launch.processes import end_this_process
 
 __all__ = ["BEAT_SECONDS", "hold_lifeline"]
 
 BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 120.0
-_LAST_SECONDS = 25.0  # after torchrun's own limit for stopping ranks
 
 
 def hold_lifeline(beats: bool) -> None:
@@ -42,14 +42,6 @@ def _watch(line: int, beats: bool) -> None:
         *words, rest = (rest + data).split(b"\n")
         for word in filter(None, words):
             if beats:
-                _stop(signal.Signals[word.decode()])
-    _stop(signal.SIGTERM)
-    time.sleep(_LAST_SECONDS)
-    os._exit(128 + signal.SIGTERM)  # the ranks go with this process
-
-
-def _stop(number: signal.Signals) -> None:
-    """As a signal from outside. Before there are ranks nobody listens to it: hosts may still be meeting in C++."""
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        os._exit(128 + number)
-    os.kill(os.getpid(), number)
+                number = signal.Signals[word.decode()]
+                end_this_process(number, 128 + number)
+    end_this_process(signal.SIGTERM, 128 + signal.SIGTERM)

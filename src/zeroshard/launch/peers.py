@@ -6,7 +6,6 @@ at the time-out of a collective, or never.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -17,6 +16,7 @@ from torch.distributed import DistError
 
 from zeroshard.launch.messages import log
 from zeroshard.launch.plan import Place
+from zeroshard.launch.processes import end_this_process
 
 __all__ = ["Peers"]
 
@@ -68,4 +68,4 @@ class Peers:
         if self._store is not None:
             log.error("stopping: %s", said)
             self.status = int(status)
-            os.kill(os.getpid(), signal.SIGTERM)
+            end_this_process(signal.SIGTERM, self.status)

@@ -16,7 +16,6 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch.distributed import DistError
@@ -33,6 +32,7 @@ from zeroshard.launch.network import interface_of, is_free, own_address
 from zeroshard.launch.output import RankOutput
 from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
+from zeroshard.launch.processes import child_processes, kill_session
 
 __all__ = ["Node", "accelerators_here", "run_node", "run_ranks"]
 
@@ -119,7 +119,7 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
     torchrun answers a Ctrl-C by passing it on and waiting, and a second one by SIGTERM and waiting; a third
     one ends that wait too, and a rank that listens to neither would go on alone.
     """
-    already_there = _child_processes()
+    already_there = child_processes()
     if not node.place.alone:
         # Until all hosts have come, torch waits in C++, where Python's own answer to a Ctrl-C is not heard.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -129,8 +129,8 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
         elastic_launch(_launch_config(node, output), sys.executable)(*isolated, *node.command)
     finally:
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for pid in _child_processes() - already_there:
-            _kill_session(pid)
+        for pid in child_processes() - already_there:
+            kill_session(pid)
         output.finish()
         signal.signal(signal.SIGINT, on_interrupt)
 
@@ -194,23 +194,3 @@ def _quiet_torchrun() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _child_processes() -> set[int]:
-    """Direct children of this process, where the system can say (Linux)."""
-    children: set[int] = set()
-    for tasks in Path("/proc/self/task").glob("*/children"):
-        try:
-            children.update(int(pid) for pid in tasks.read_text().split())
-        except OSError:  # the thread has ended
-            continue
-    return children
-
-
-def _kill_session(pid: int) -> None:
-    """Kill a rank together with what it started: torchrun gives each rank a session of its own."""
-    try:
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

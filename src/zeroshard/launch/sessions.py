@@ -136,7 +136,8 @@ def run_starts(
 ) -> int:
     """Start all, and return the exit status for the shell when all have ended: as `runner.run_node`.
 
-    `enough`: the job goes on while so many of them do, though connections to others end (elastic hosts).
+    `enough`: the job goes on while so many of them do, though connections to others end (elastic hosts). With 0
+    there is no job, and each goes its own way to its end.
     """
     received: list[signal.Signals] = []
 
@@ -161,7 +162,7 @@ def run_starts(
         unsure = f", but {', '.join(lost)} did not say so" if lost else ""
         log.error("stopped by %s; all ranks have ended%s", received[0].name, unsure)
         return 128 + received[0]
-    return _tell(failed)
+    return _tell(failed, stopped=len(starts) > 1 and enough != 0)
 
 
 def _watch(sessions: list[_Session], received: list[signal.Signals], enough: int) -> list[_Session]:
@@ -175,7 +176,7 @@ def _watch(sessions: list[_Session], received: list[signal.Signals], enough: int
             new = _newly_failed(sessions, failed)
             failed += new
             for session in new:
-                if not session.failures and len(running) >= enough:
+                if not session.failures and len(running) >= enough > 0:
                     log.warning("%s; going on with %d", session.describe_end(), len(running))
         if len(received) > answered:
             answered, told = answered + 1, True
@@ -199,7 +200,7 @@ def _watch(sessions: list[_Session], received: list[signal.Signals], enough: int
     if not told:
         failed += _newly_failed(sessions, failed)
         done = sum(session.process.returncode == 0 for session in sessions)
-        if done >= enough and not any(session.failures for session in failed):
+        if done >= enough > 0 and not any(session.failures for session in failed):
             return []
     return failed
 
@@ -209,7 +210,7 @@ def _newly_failed(sessions: list[_Session], failed: list[_Session]) -> list[_Ses
     return sorted(new, key=lambda session: session.ended_at or 0.0)
 
 
-def _tell(failed: list[_Session]) -> int:
+def _tell(failed: list[_Session], stopped: bool) -> int:
     """Name what failed first, and return the exit status.
 
     A host that ended without a word of its ranks is the cause of what happened to the ranks of others.
@@ -218,7 +219,7 @@ def _tell(failed: list[_Session]) -> int:
         return 0
     silent = [session for session in failed if not session.failures]
     if silent:
-        log.error("%s; the others were stopped", silent[0].describe_end())
+        log.error("%s%s", silent[0].describe_end(), "; the others were stopped" if stopped else "")
         code: int = silent[0].process.returncode
         return code if code > 0 else 128 - code
     failures = {rank: failure for session in failed for rank, failure in session.failures.items()}
