@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,7 @@ from zeroshard.launch.plan import (
 )
 from zeroshard.launch.preflight import require_hosts
 from zeroshard.launch.probe import Question
-from zeroshard.launch.remote import build_starts, require_program
+from zeroshard.launch.remote import Job, build_starts, require_program
 from zeroshard.launch.sessions import run_starts
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ def run(words: Sequence[str], **defaults: object) -> int:
                 log.warning(
                     "--venv_script is for other hosts; here ranks run in the environment of this command"
                 )
+            if hosts is None and (options.launcher or options.force_multi):
+                log.warning("there are no hosts to use a launcher for (--hostfile): using this machine alone")
             place = Place(address=options.master_addr, port=options.master_port)
             return _run_here(options, place, hosts)
         return _run_on_hosts(options, hosts, choose_launcher(options, os.environ))
@@ -108,13 +112,24 @@ def _run_on_hosts(options: Options, hosts: Hosts, launcher: str) -> int:
         return 0
     if not all(command.here for command in job.commands):
         require_program(launcher)
-    if launcher in ("ssh", "pdsh") and not options.no_ssh_check:
+    if (asked := _asked_over_ssh(job, launcher, os.environ)) is not None and not options.no_ssh_check:
         script = options.script if not options.module else None
         file, program = (None, script) if options.no_python else (script, None)
         port = options.master_port or DEFAULT_PORT
-        require_hosts(job, hosts, Question(file, program, master_of(options, hosts), port, False), os.environ)
+        require_hosts(
+            asked, hosts, Question(file, program, master_of(options, hosts), port, False), os.environ
+        )
     least, most = options.num_nodes or (len(hosts), len(hosts))
     return run_starts(starts, os.environ, job.directory, least if least < most else None)
+
+
+def _asked_over_ssh(job: Job, launcher: str, environ: Mapping[str, str]) -> Job | None:
+    """The job as ssh reaches its hosts; None where ssh may not be how they are reached."""
+    if launcher == "ssh":
+        return job
+    if launcher != "pdsh" or environ.get("PDSH_RCMD_TYPE", "ssh") != "ssh" or shutil.which("ssh") is None:
+        return None
+    return replace(job, launcher_args=tuple(shlex.split(environ.get("PDSH_SSH_ARGS_APPEND", ""))))
 
 
 def _run_here(options: Options, place: Place, hosts: Hosts | None) -> int:

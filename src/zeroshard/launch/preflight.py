@@ -13,6 +13,7 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Hosts
 from zeroshard.launch.messages import log
 from zeroshard.launch.probe import Answer, Question, read_answer
+from zeroshard.launch.processes import child_processes, kill_session
 from zeroshard.launch.remote import HostCommand, Job, on_host
 
 __all__ = ["find_problems", "require_hosts"]
@@ -29,7 +30,12 @@ def require_hosts(job: Job, hosts: Hosts, question: Question, environ: Mapping[s
     log.info("asking %d hosts", len(hosts))
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         questions = [replace(question, serves=rank == 0) for rank in range(len(hosts))]
-        answers = list(pool.map(lambda c, q: _ask(job, c, q, environ), job.commands, questions))
+        try:
+            answers = list(pool.map(lambda c, q: _ask(job, c, q, environ), job.commands, questions))
+        except KeyboardInterrupt:
+            for pid in child_processes():
+                kill_session(pid)
+            raise
     problems = find_problems(dict(zip(hosts, answers, strict=True)), hosts, question)
     if problems:
         told = "\n".join(f"  {host}: {problem}" for host, problem in problems.items())
@@ -50,6 +56,7 @@ def _ask(job: Job, command: HostCommand, question: Question, environ: Mapping[st
             text=True,
             errors="replace",
             timeout=_LIMIT_SECONDS,
+            start_new_session=True,
             check=False,
         )
     except subprocess.TimeoutExpired:
