@@ -121,6 +121,7 @@ def bad(
 ) -> Callable[..., str]:
     """`bad("--num_gpus", "9", "script.py")` fails before anything starts; what it said."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "script.py").write_text("raise SystemExit('it started')")
     (tmp_path / "two").write_text("192.0.2.1 slots=2\n192.0.2.2 slots=2\n")
     (tmp_path / "malformed").write_text("a slots=2\nb slots\n")
@@ -156,6 +157,10 @@ def bad(
         (["--no_ssh", "--num_nodes", "2", "script.py"], "--node_rank is missing"),
         (["-n", "1", "--enable_each_rank_log", "two", "script.py"], "'two' is a file; give a directory"),
         (["-n", "2", "--bind_core_list", "0", "script.py"], "2 ranks, and only 1 cores"),
+        (
+            ["-n", "1", "--master_addr", "no-such-host.invalid", "script.py"],
+            "cannot resolve 'no-such-host.invalid'",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(bad: Callable[..., str], words: list[str], told: str) -> None:
@@ -173,8 +178,7 @@ def test_a_missing_program(
     assert f"--launcher {launcher} needs the program '{program}'" in told
 
 
-def test_a_port_in_use(bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_port_in_use(bad: Callable[..., str]) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -163,6 +163,7 @@ def test_srun_lets_each_host_find_its_place() -> None:
         f"{SRUN} --nodelist=node1,me@node2 --partition gpu env 'PYTHONPATH={HERE}' /bin/python3 -m zeroshard run "
         "--no_ssh --hostfile= --master_port=29500 --num_gpus=2 --log_level=info train.py --lr '1 e-3'"
     )
+    assert "--master_addr=10.0.0.1" in starts("--master_addr 10.0.0.1", EQUAL, "slurm")[0].words
     with pytest.raises(LaunchError, match="slots differ"):
         starts("", UNEQUAL, "slurm")
 

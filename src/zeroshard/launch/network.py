@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 
-__all__ = ["interface_of", "is_free", "own_address"]
+__all__ = ["can_resolve", "interface_of", "is_free", "own_address"]
 
 _SOMEWHERE_ELSE = "192.0.2.1"  # kept free for documentation (RFC 5737); nothing is sent there
 
@@ -41,6 +41,14 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def can_resolve(host: str) -> bool:
+    """Whether this machine knows an address for `host`."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def is_free(port: int) -> bool:

@@ -167,6 +167,8 @@ def node_words(options: Options, place: Place, slots: tuple[int, ...], launcher:
             else f"{place.min_nodes}:{place.max_nodes}"
         )
         words += [f"--node_rank={place.node_rank}", f"--num_nodes={nodes}", f"--master_addr={place.address}"]
+    elif options.master_addr is not None:
+        words.append(f"--master_addr={options.master_addr}")
     words.append(f"--master_port={place.port}")
     plain = slots == tuple(range(len(slots)))
     words.append(f"--num_gpus={len(slots)}" if plain else "--slots=" + ",".join(map(str, slots)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import socket
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,14 +53,9 @@ def _answer(question: Question) -> Answer:
     import torch
 
     import zeroshard
-    from zeroshard.launch.network import is_free
+    from zeroshard.launch.network import can_resolve, is_free
     from zeroshard.launch.runner import accelerators_here
 
-    try:
-        socket.getaddrinfo(question.master, question.port)
-        knows_master = True
-    except OSError:
-        knows_master = False
     lacks_file = question.file is not None and not Path(question.file).is_file()
     lacks_program = question.program is not None and shutil.which(question.program) is None
     return Answer(
@@ -71,7 +65,7 @@ def _answer(question: Question) -> Answer:
         accelerators=accelerators_here(),
         lacks_script=lacks_file or lacks_program,
         port_taken=question.serves and not is_free(question.port),
-        knows_master=knows_master,
+        knows_master=can_resolve(question.master),
     )
 
 

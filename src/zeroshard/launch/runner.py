@@ -28,7 +28,7 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch import child
 from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
 from zeroshard.launch.messages import log
-from zeroshard.launch.network import interface_of, is_free, own_address
+from zeroshard.launch.network import can_resolve, interface_of, is_free, own_address
 from zeroshard.launch.output import RankOutput
 from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
@@ -105,7 +105,7 @@ def _tell_failure(node: Node, error: ChildFailedError, output: RankOutput, peers
     if node.record_failures:
         print(write_record(failures), file=sys.stderr, flush=True)
     else:
-        if node.ranks > 1 and (said := last_lines(failures)):
+        if not (node.ranks == 1 and node.place.alone) and (said := last_lines(failures)):
             log.error(said)
         log.error(describe_failure(failures, node.ranks if node.place.alone else None))
         if peers is not None:
@@ -139,6 +139,10 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
     """Hosts that are fixed keep their places ("static"); those that may come and go are sorted by c10d."""
     place = node.place
     address, port = place.address or _LOOPBACK, place.port or 0  # port 0: the system picks a free one
+    if not can_resolve(address):
+        raise LaunchError(
+            f"this machine cannot resolve {address!r}, where the ranks meet: give --master_addr"
+        )
     if place.node_rank == 0 and port and not is_free(port):
         raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
     static = port != 0 and not _is_elastic(node)
