@@ -130,7 +130,9 @@ def bad(
     (tmp_path / "bin").mkdir()
 
     def launch(*words: str) -> str:
+        before = dict(os.environ)
         assert cli.main(["run", *words]) == 2
+        assert dict(os.environ) == before  # nothing for ranks is left with whoever called
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err.startswith("zeroshard: ")

@@ -140,14 +140,13 @@ def _run_here(options: Options, place: Place, hosts: Hosts | None) -> int:
         from zeroshard.launch import runner
 
     slots, environment = _slots_here(options, place, hosts, os.environ)
-    node = _node(options, place, len(slots))
     if options.as_deepspeed or (options.as_deepspeed is None and not compat.real_deepspeed_installed()):
         found = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(compat.standin_directory()), *filter(None, [found])])
+    node = _node(options, place, len(slots), environment)
     if options.dry_run:
-        show_node(node, environment)
+        show_node(node)
         return 0
-    os.environ.update(environment)
     return runner.run_node(node)
 
 
@@ -201,7 +200,7 @@ def _default_slots(options: Options, count: int) -> tuple[int, ...]:
     return 0, 1
 
 
-def _node(options: Options, place: Place, ranks: int) -> Node:
+def _node(options: Options, place: Place, ranks: int, environment: Mapping[str, str]) -> Node:
     from zeroshard.launch.runner import Node
 
     prefix = () if options.no_python else (sys.executable, "-u", *(("-m",) if options.module else ()))
@@ -231,6 +230,7 @@ def _node(options: Options, place: Place, ranks: int) -> Node:
         ranks=ranks,
         place=place,
         max_restarts=options.max_restarts,
+        environment=environment,
         cores=cores,
         log_folder=folder,
         record_failures=options.attached == "launcher",

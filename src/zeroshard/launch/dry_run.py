@@ -24,13 +24,13 @@ def show_job(job: Job, starts: Sequence[Start]) -> None:
         _show(start.environment if not start.host or start.words[0] == "ssh" else {}, start.words)
 
 
-def show_node(node: Node, environment: Mapping[str, str]) -> None:
+def show_node(node: Node) -> None:
     """Print what each rank of this machine would be."""
     print(f"{node.ranks} ranks on this machine:")
     for rank in range(node.ranks):
         cores = {"OMP_NUM_THREADS": str(len(node.cores[rank]))} if node.cores else {}
         words = [word.replace("${local_rank}", str(rank)).replace("$$", "$") for word in node.command]
-        _show({**environment, **cores, "LOCAL_RANK": str(rank)}, words)
+        _show({**node.environment, **cores, "LOCAL_RANK": str(rank)}, words)
 
 
 def _show(environment: Mapping[str, str], words: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +50,7 @@ class Node:
     ranks: int
     place: Place = field(default_factory=Place)
     max_restarts: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)  # added for the ranks
     cores: Sequence[Sequence[int]] | None = None  # of each rank
     log_folder: str | None = None
     record_failures: bool = False  # for a launcher that reads our stderr, instead of telling people
@@ -73,9 +75,8 @@ def run_node(node: Node) -> int:
     Raises:
         LaunchError: the port is taken, or the hosts did not meet.
     """
-    _set_environment(node)
     _quiet_torchrun()
-    with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as scratch:
+    with _environment_of(node), tempfile.TemporaryDirectory(prefix="zeroshard-run-") as scratch:
         output = RankOutput(scratch, node.log_folder)
         fixed = not (_is_elastic(node) or node.place.alone)
         peers = Peers(node.place) if fixed and not node.record_failures else None
@@ -168,8 +169,20 @@ def _is_elastic(node: Node) -> bool:
     return node.place.min_nodes < node.place.max_nodes or (node.max_restarts > 0 and not node.place.alone)
 
 
-def _set_environment(node: Node) -> None:
-    """Defaults the ranks inherit. What the user has set stays."""
+@contextmanager
+def _environment_of(node: Node) -> Iterator[None]:
+    """What ranks inherit from this process. Defaults among it do not replace what the user has set."""
+    before = dict(os.environ)
+    try:
+        os.environ.update(node.environment)
+        _set_defaults(node)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _set_defaults(node: Node) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_STOP)
     if sys.platform == "linux":
         # gloo would look up the host's name, which may not lead back here.
