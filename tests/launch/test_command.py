@@ -217,11 +217,15 @@ def test_slots_become_devices(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks die with their agent on Linux")
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, clean_environment: dict[str, str]) -> None:
-    (tmp_path / "script.py").write_text("import time; print('up', flush=True); time.sleep(600)")
+    (tmp_path / "script.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     words = [sys.executable, "-m", "zeroshard", "run", "-n", "1", "script.py"]
     launcher = subprocess.Popen(words, cwd=tmp_path, env=clean_environment, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "up\n"
+    rank = int(launcher.stdout.readline())
     launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
-    assert launcher.stdout.read() == ""  # the last one who could write has gone
+    try:
+        left, _ = launcher.communicate(timeout=10)  # until the last one who could write has gone
+    except subprocess.TimeoutExpired:
+        os.kill(rank, signal.SIGKILL)
+        raise
+    assert left == ""
