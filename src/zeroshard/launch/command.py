@@ -97,7 +97,9 @@ def _saved_pid(wanted: bool) -> Iterator[None]:
         yield
         return
     file = Path("/tmp") / f"{os.getpid()}.deepspeed"
-    file.write_text(str(os.getpid()))
+    file.unlink(missing_ok=True)  # of a process that had this number before
+    with file.open("x") as pid:  # "x": not through a link that somebody else has put there
+        pid.write(str(os.getpid()))
     try:
         yield
     finally:
