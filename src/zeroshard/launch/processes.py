@@ -42,7 +42,8 @@ def end_this_process(number: signal.Signals, status: int) -> None:
     """
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         os._exit(status)
-    os.kill(os.getpid(), number)
+    # To the main thread: if another one took it, the main one would sleep on before it answers.
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def make_sure() -> None:
         end = time.monotonic() + _SECONDS_TO_STOP_RANKS
