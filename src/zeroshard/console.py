@@ -6,37 +6,38 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zeroshard.errors import ConfigError, ZeroShardError
+from zeroshard.errors import ConfigError, LaunchError, ZeroShardError
 
-__all__ = ["run_command", "run_typer", "show_table"]
+__all__ = ["guarded", "run_command", "show_table"]
 
 
 def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int:
-    """Run the command line of one function; see `run_typer`."""
+    """Run the command line of one function; see `guarded`."""
     import typer
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command)
-    return run_typer(app, name, arguments)
+    return guarded(lambda: app(list(arguments), prog_name=name, standalone_mode=False), name)
 
 
-def run_typer(app: Any, name: str, arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit status; every mistake is one line on stderr.
+def guarded(command: Callable[[], Any], name: str) -> int:
+    """Run a command and return its exit status; an error that is known is one line on stderr.
 
-    2 is a mistake in the command line or a config, 1 another error that is known, 130 Ctrl-C.
+    2 is a mistake in the command line or a config, 1 another error, 130 Ctrl-C.
     """
     import typer
 
     # The common base of everything the parser raises. Typer has it from click, or from its own copy of click.
     wrong: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     try:
-        status = app(list(arguments), prog_name=name, standalone_mode=False)
-    except (ConfigError, ZeroShardError, wrong) as error:
-        message = error.format_message() if isinstance(error, wrong) else error
-        print(f"{name.partition(' ')[0]}: {message}", file=sys.stderr)
-        return 1 if isinstance(error, ZeroShardError) and not isinstance(error, ConfigError) else 2
-    except typer.Abort:
+        status = command()
+    except (ZeroShardError, wrong) as error:
+        print(f"{name}: {error.format_message() if isinstance(error, wrong) else error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, LaunchError, wrong)) else 1
+    except (typer.Abort, KeyboardInterrupt):
         return 130
+    except SystemExit as ended:
+        status = ended.code
     return status if isinstance(status, int) else 0
 
 

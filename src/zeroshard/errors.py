@@ -11,6 +11,7 @@
     │   ├── RankLostError      a peer went away; names the rank
     │   └── DivergedError      ranks launched different collectives, or wait for each other
     ├── CheckpointError        a checkpoint that cannot be written, read, or does not fit
+    ├── LaunchError            a command line, hostfile or host that ranks cannot be started with
     ├── StateError             an illegal move of a bucket or of the engine's life cycle
     └── NonFiniteError         steps go on giving NaN or infinity, and nothing can adapt to it
 
@@ -25,6 +26,7 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DivergedError",
+    "LaunchError",
     "ModelError",
     "NonFiniteError",
     "NotYetError",
@@ -79,6 +81,10 @@ class DivergedError(CommError):
 
 class CheckpointError(ZeroShardError, RuntimeError):
     """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
+
+
+class LaunchError(ZeroShardError, ValueError):
+    """Ranks cannot be started as asked: an option, a line of the hostfile, a host, a missing program."""
 
 
 class StateError(ZeroShardError, RuntimeError):

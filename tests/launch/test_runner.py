@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zeroshard.launch.runner import describe_failure, exit_status
+from zeroshard.launch.failures import describe_failure, exit_status
 
 LIMIT_SECONDS = 60
 
@@ -68,7 +68,8 @@ def is_running(pid: int) -> bool:
 
 
 def rank_pids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("pid?"))]
+    texts = (path.read_text() for path in sorted(folder.glob("pid?")))
+    return [int(text) for text in texts if text]  # a file may be there before its text is
 
 
 def test_ranks_get_their_place_and_the_script_its_words(zeroshard: Launch, tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_ctrl_c_leaves_no_process(
 
 
 def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(pid=100 + timestamp, exitcode=exitcode, timestamp=timestamp)
+    return SimpleNamespace(pid=100 + timestamp, exitcode=exitcode, timestamp=timestamp, host="")
 
 
 def test_the_killed_rank_is_the_cause_not_the_peer_that_lost_it() -> None:

@@ -1,4 +1,4 @@
-"""The `zeroshard` command: `run`, and a table of commands that live in other wings.
+"""The `zeroshard` command: a table of commands, of which most live in other modules and wings.
 
 Nothing heavy is imported until a command needs it, so `zeroshard --help` answers at once. Every mistake on
 the command line is one line on stderr and exit status 2.
@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple
 import typer
 
 import zeroshard
-from zeroshard.console import run_typer
+from zeroshard.console import guarded
 
-__all__ = ["app", "main"]
+__all__ = ["app", "deepspeed_command", "ds_ssh", "main"]
 
 app = typer.Typer(
     name="zeroshard",
@@ -41,37 +41,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1", param_hint="--nproc")
-    return int(text)
-
-
-# Options end at the script: what follows is the script's, even if it looks like ours.
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
-    script: Annotated[str, typer.Argument(help="Python file to run (with --module: a module name).")],
-    args: Annotated[list[str] | None, typer.Argument(help="Passed to the script untouched.")] = None,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            "--nproc", "-n", metavar="N", help="Ranks to start. Default: one per accelerator, or 2."
-        ),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module name, as in python -m.")
-    ] = False,
-) -> int:
-    """Run a script on N ranks of this machine. One that hangs: ZEROSHARD_DEBUG=collectives says who is where."""
-    ranks = None if nproc is None else _positive(nproc)
-    if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
-    from zeroshard.launch.runner import run_ranks
-
-    target = ["-m", script] if module else [script]
-    return run_ranks([*target, *(args or [])], ranks)
 
 
 @app.command()
@@ -100,6 +69,9 @@ class _Elsewhere(NamedTuple):
 
 # Named, not imported: wings do not import each other, and the command that is not run costs nothing.
 ELSEWHERE = {
+    "run": _Elsewhere(
+        "zeroshard.launch.command:run", "Run a script on all ranks, of one machine or of many."
+    ),
     "inspect": _Elsewhere("zeroshard.checkpoint.commands:inspect", "List what is in a checkpoint."),
     "verify": _Elsewhere(
         "zeroshard.checkpoint.commands:verify", "Read all of a checkpoint; compare checksums."
@@ -130,7 +102,11 @@ def _add_elsewhere(name: str, command: _Elsewhere) -> None:
         name,
         help=command.help,
         add_help_option=False,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "allow_interspersed_args": False,  # a `--` among the script's words is the script's
+        },
     )(forward)
 
 
@@ -141,4 +117,24 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return run_typer(app, "zeroshard", words or ["--help"])
+    return guarded(
+        lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
+    )
+
+
+def deepspeed_command(argv: Sequence[str] | None = None) -> int:
+    """What the command `deepspeed` does: `zeroshard run`, with that command's defaults.
+
+    Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
+    """
+    from zeroshard.launch.command import run
+
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
+
+
+def ds_ssh(argv: Sequence[str] | None = None) -> int:
+    """What the command `ds_ssh` does: `[-f HOSTFILE] command...` on every host of the hostfile, at once."""
+    from zeroshard.launch.everywhere import run_everywhere
+
+    return guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv), "ds_ssh")

@@ -1,8 +1,8 @@
-"""N ranks of one script on this machine, over torch's elastic agent.
+"""The ranks of one host, over torch's elastic agent.
 
-torchrun does the work (`torch.distributed.launcher`). What is added here: a rendezvous that stays on the
-loopback interface, a fair share of the cores per rank, one paragraph instead of a page when a rank dies, and
-a Ctrl-C that leaves no process behind, however often it is pressed.
+torchrun does the work (`torch.distributed.launcher`). What is added here: which devices and cores each rank has, a
+rendezvous that stays on the loopback interface where there is one host, one paragraph instead of a page when a rank
+dies, and a Ctrl-C that leaves no process behind, however often it is pressed.
 """
 
 from __future__ import annotations
@@ -10,108 +10,198 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
+import tempfile
 import uuid
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+import torch
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["describe_failure", "exit_status", "run_ranks"]
+from zeroshard.errors import LaunchError
+from zeroshard.launch import child
+from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
+from zeroshard.launch.messages import log
+from zeroshard.launch.network import can_resolve, interface_of, is_free, own_address
+from zeroshard.launch.output import RankOutput
+from zeroshard.launch.peers import Peers
+from zeroshard.launch.plan import Place
+from zeroshard.launch.processes import child_processes, kill_session
+
+__all__ = ["Node", "accelerators_here", "run_node", "run_ranks"]
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _SECONDS_TO_STOP = "15"  # from the signal to stop until SIGKILL
 
 
-class Failure(Protocol):
-    """What is read of torch's `ProcessFailure`; `exitcode` is minus the signal, as in `subprocess`."""
+@dataclass(frozen=True)
+class Node:
+    """The ranks of this host: `ranks` processes of `command`, in which `${local_rank}` is each one's place."""
 
-    pid: int
-    exitcode: int
-    timestamp: int
+    command: tuple[str, ...]
+    ranks: int
+    place: Place = field(default_factory=Place)
+    max_restarts: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)  # added for the ranks
+    cores: Sequence[Sequence[int]] | None = None  # of each rank
+    log_folder: str | None = None
+    record_failures: bool = False  # for a launcher that reads our stderr, instead of telling people
 
 
-def run_ranks(command: list[str], nproc: int | None) -> int:
-    """Run `python command...` on `nproc` ranks and return the exit status for the shell.
+def accelerators_here() -> int:
+    """How many accelerators this process can see."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def run_ranks(command: list[str], nproc: int) -> int:
+    """Run `python command...` on `nproc` ranks of this machine; returns the exit status as `run_node` does."""
+    return run_node(Node((sys.executable, "-u", *(word.replace("$", "$$") for word in command)), nproc))
+
+
+def run_node(node: Node) -> int:
+    """Run the ranks of this host to their end and return the exit status for the shell.
 
     0 when all ranks succeed; the exit code of the rank that failed first; 128 + signal when a rank was
     killed, or when this process was told to stop (Ctrl-C gives 130).
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    nproc = _default_nproc() if nproc is None else nproc
-    _set_environment(nproc)
+    Raises:
+        LaunchError: the port is taken, or the hosts did not meet.
+    """
     _quiet_torchrun()
-    try:
-        _run_to_the_end(nproc, command)
-    except ChildFailedError as error:
-        _say(describe_failure(error.failures, nproc))
-        return exit_status(error.failures)
-    except (SignalException, KeyboardInterrupt) as stop:
-        received = getattr(stop, "sigval", signal.SIGINT)
-        _say(f"stopped by {received.name}; all ranks have ended")
-        return 128 + received
+    with _environment_of(node), tempfile.TemporaryDirectory(prefix="zeroshard-run-") as scratch:
+        output = RankOutput(scratch, node.log_folder)
+        fixed = not (_is_elastic(node) or node.place.alone)
+        peers = Peers(node.place) if fixed and not node.record_failures else None
+        try:
+            _run_to_the_end(node, output)
+        except ChildFailedError as error:
+            return _tell_failure(node, error, output, peers)
+        except (SignalException, KeyboardInterrupt) as stop:
+            if peers is not None and peers.status is not None:
+                return peers.status
+            received = getattr(stop, "sigval", signal.SIGINT)
+            tell = log.debug if node.record_failures else log.error
+            tell("stopped by %s; all ranks have ended", signal.Signals(received).name)
+            return 128 + received
+        except (RendezvousError, DistError) as error:
+            place, reason = node.place, str(error.__cause__ or error).partition("\n")[0]
+            raise LaunchError(f"the hosts did not meet at {place.address}:{place.port}: {reason}") from error
     return 0
 
 
-def _run_to_the_end(nproc: int, command: list[str]) -> None:
+def _tell_failure(node: Node, error: ChildFailedError, output: RankOutput, peers: Peers | None) -> int:
+    host = "" if node.place.alone else socket.gethostname()
+    failures = {
+        rank: Failure(f.pid, f.exitcode, f.timestamp, host, output.last_lines(f.local_rank))
+        for rank, f in error.failures.items()
+    }
+    if node.record_failures:
+        print(write_record(failures), file=sys.stderr, flush=True)
+    else:
+        if not (node.ranks == 1 and node.place.alone) and (said := last_lines(failures)):
+            log.error(said)
+        log.error(describe_failure(failures, node.ranks if node.place.alone else None))
+        if peers is not None:
+            peers.tell(describe_failure(failures, None), exit_status(failures))
+    return exit_status(failures)
+
+
+def _run_to_the_end(node: Node, output: RankOutput) -> None:
     """Return or raise only when no rank is left.
 
     torchrun answers a Ctrl-C by passing it on and waiting, and a second one by SIGTERM and waiting; a third
     one ends that wait too, and a rank that listens to neither would go on alone.
     """
-    from torch.distributed.launcher.api import elastic_launch
-
-    already_there = _child_processes()
+    already_there = child_processes()
+    if not node.place.alone:
+        # Until all hosts have come, torch waits in C++, where Python's own answer to a Ctrl-C is not heard.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    cores = "/".join(",".join(map(str, part)) for part in node.cores) if node.cores else "-"
+    isolated = ("-I", "-S", child.__file__, "SIGKILL", "${local_rank}", cores, "--")
     try:
-        elastic_launch(_launch_config(nproc), sys.executable)("-u", *command)
+        elastic_launch(_launch_config(node, output), sys.executable)(*isolated, *node.command)
     finally:
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for pid in _child_processes() - already_there:
-            _kill_session(pid)
+        for pid in child_processes() - already_there:
+            kill_session(pid)
+        output.finish()
         signal.signal(signal.SIGINT, on_interrupt)
 
 
-def _launch_config(nproc: int) -> LaunchConfig:
-    from torch.distributed.launcher.api import LaunchConfig
-
+def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
+    """Hosts that are fixed keep their places ("static"); those that may come and go are sorted by c10d."""
+    place = node.place
+    address, port = place.address or _LOOPBACK, place.port or 0  # port 0: the system picks a free one
+    if not can_resolve(address):
+        raise LaunchError(
+            f"this machine cannot resolve {address!r}, where the ranks meet: give --master_addr"
+        )
+    if place.node_rank == 0 and port and not is_free(port):
+        raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
+    static = port != 0 and not _is_elastic(node)
+    local = address if place.alone else own_address(address) or address
     return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",  # port 0: the system picks a free one
-        local_addr=_LOOPBACK,  # becomes MASTER_ADDR; the host's own name may not resolve
-        max_restarts=0,
+        min_nodes=place.min_nodes,
+        max_nodes=place.max_nodes,
+        nproc_per_node=node.ranks,
+        # Several hosts agree on a name without having talked.
+        run_id=uuid.uuid4().hex if place.alone else f"zeroshard-{port}",
+        rdzv_backend="static" if static else "c10d",
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs={"rank": place.node_rank} if static else {"is_host": place.node_rank == 0},
+        local_addr=local,  # becomes MASTER_ADDR; the host's own name may not resolve
+        max_restarts=node.max_restarts,
         monitor_interval=_POLL_SECONDS,
+        logs_specs=output,
     )
 
 
-def _default_nproc() -> int:
-    import torch
-
-    if torch.accelerator.is_available():
-        return torch.accelerator.device_count()
-    _say("no accelerator found: starting 2 ranks on the CPU (--nproc N chooses)")
-    return 2
+def _is_elastic(node: Node) -> bool:
+    """Whether hosts have to meet again while the job runs: they may come and go, or all ranks start again."""
+    return node.place.min_nodes < node.place.max_nodes or (node.max_restarts > 0 and not node.place.alone)
 
 
-def _set_environment(nproc: int) -> None:
-    """Defaults the ranks inherit. What the user has set stays."""
+@contextmanager
+def _environment_of(node: Node) -> Iterator[None]:
+    """What ranks inherit from this process. Defaults among it do not replace what the user has set."""
+    before = dict(os.environ)
+    try:
+        os.environ.update(node.environment)
+        _set_defaults(node)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _set_defaults(node: Node) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_STOP)
     if sys.platform == "linux":
-        # All ranks are on this host: gloo would look up the host's name, which may not lead back here.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
+        # gloo would look up the host's name, which may not lead back here.
+        address = None if node.place.alone else own_address(node.place.address or _LOOPBACK)
+        interface = "lo" if node.place.alone else address and interface_of(address)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if node.cores:
+        os.environ["OMP_NUM_THREADS"] = str(len(node.cores[0]))
+    elif "OMP_NUM_THREADS" not in os.environ and node.ranks > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // nproc)
+        threads = max(1, cores // node.ranks)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        _say(f"OMP_NUM_THREADS={threads} for each of {nproc} ranks on {cores} cores (set it to choose)")
+        log.info(
+            "OMP_NUM_THREADS=%d for each of %d ranks on %d cores (set it to choose)",
+            threads,
+            node.ranks,
+            cores,
+        )
 
 
 def _quiet_torchrun() -> None:
@@ -121,78 +211,3 @@ def _quiet_torchrun() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _root_cause(failures: Mapping[int, Failure]) -> int:
-    """The rank that failed by itself.
-
-    Ranks that torchrun stopped show SIGTERM and come last. A rank that was killed comes first: its peers fail
-    in the same moment because their connection broke, with exceptions of their own.
-    """
-
-    def order(rank: int) -> tuple[bool, bool, int, int]:
-        failure = failures[rank]
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0, failure.timestamp, rank
-
-    return min(failures, key=order)
-
-
-def exit_status(failures: Mapping[int, Failure]) -> int:
-    """The root cause's exit code; 128 + signal if it was killed, as shells have it."""
-    code = failures[_root_cause(failures)].exitcode
-    return code if code > 0 else 128 - code
-
-
-def describe_failure(failures: Mapping[int, Failure], nproc: int) -> str:
-    """One paragraph: who failed first and how, who failed with it, and what became of the rest.
-
-    `rank 1 (pid 4711) was killed by SIGKILL; the others were stopped`
-    """
-    root = _root_cause(failures)
-    message = f"rank {root} (pid {failures[root].pid}) {_ending(failures[root].exitcode)}"
-    also = [
-        f"rank {rank} {_ending(failure.exitcode)}"
-        for rank, failure in sorted(failures.items())
-        if rank != root and failure.exitcode != -signal.SIGTERM
-    ]
-    if also:
-        message += f" ({', '.join(also)} in the same moment)"
-    if failures[root].exitcode == -signal.SIGKILL:
-        message += ", which is what the system does when memory runs out"
-    if failures[root].exitcode == -signal.SIGABRT:
-        message += ", which gloo does when ranks launch collectives of different sizes: run it again with "
-        message += "ZEROSHARD_DEBUG=collectives to see which"
-    return message + ("; the others were stopped" if len(also) + 1 < nproc else "")
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode > 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"
-
-
-def _child_processes() -> set[int]:
-    """Direct children of this process, where the system can say (Linux)."""
-    children: set[int] = set()
-    for tasks in Path("/proc/self/task").glob("*/children"):
-        try:
-            children.update(int(pid) for pid in tasks.read_text().split())
-        except OSError:  # the thread has ended
-            continue
-    return children
-
-
-def _kill_session(pid: int) -> None:
-    """Kill a rank together with what it started: torchrun gives each rank a session of its own."""
-    try:
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def _say(line: str) -> None:
-    print(f"zeroshard: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,43 @@
+"""What of the environment travels to other hosts: variables by prefix, and the lines of `.deepspeed_env`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from zeroshard.errors import LaunchError
+
+__all__ = ["FORWARDED_PREFIXES", "forwarded_environment", "read_environment_file"]
+
+FORWARDED_PREFIXES = ("GLOO", "MLFLOW", "MV2", "NCCL", "OMP", "PYTHON", "TORCH", "UCX", "ZEROSHARD")
+
+
+def forwarded_environment(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
+    """Variables for every host: by prefix, then those of the file in `home`, then those of the file in `here`.
+
+    The file is `.deepspeed_env`, or what DS_ENV_FILE names. PYTHONPATH is kept, with `here` in front of it.
+    """
+    chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for file in dict.fromkeys((home / name, here / name)):
+        if file.is_file():
+            chosen |= read_environment_file(file)
+    chosen["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [chosen.get("PYTHONPATH")])])
+    return dict(sorted(chosen.items()))
+
+
+def read_environment_file(file: Path) -> dict[str, str]:
+    """Lines `NAME=VALUE`; a value in quotes loses them, as a shell would have it."""
+    read: dict[str, str] = {}
+    for number, raw in enumerate(file.read_text().splitlines(), start=1):
+        line = raw.strip().removeprefix("export ").strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(f"{file}, line {number}: {raw!r} is not of the form NAME=VALUE")
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        read[name] = value
+    return read

@@ -1,0 +1,229 @@
+"""The processes that carry a job to its hosts, watched from here until none is left.
+
+The first rank that fails ends the job: its host reports it (`failures.py`), the others are told to stop, and the
+report is the last thing that is printed. A Ctrl-C is passed on to all hosts; a second one is SIGTERM; a third one
+ends the connections, and with them what they started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import BinaryIO
+
+from zeroshard.launch import child
+from zeroshard.launch.failures import (
+    RECORD_PREFIX,
+    Failure,
+    describe_failure,
+    exit_status,
+    last_lines,
+    read_record,
+)
+from zeroshard.launch.lifeline import BEAT_SECONDS
+from zeroshard.launch.messages import log
+from zeroshard.launch.remote import Start
+
+__all__ = ["run_starts"]
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 3.0  # ranks that fail together are heard before one is named
+_SECONDS_TO_STOP = 20.0  # a little more than the hosts take to kill a rank that does not listen
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_printing = threading.Lock()
+
+
+class _Session:
+    """One started process, and what was heard from it."""
+
+    def __init__(self, start: Start, environ: Mapping[str, str], directory: str) -> None:
+        self.start = start
+        self.failures: dict[int, Failure] = {}
+        self.said: deque[str] = deque(maxlen=20)
+        self.ended_at: float | None = None
+        labelled = subprocess.PIPE if start.host else None
+        # What listens to us stops by itself when we end; the others have to be told.
+        told = (
+            () if start.listens else (sys.executable, "-I", "-S", child.__file__, "SIGTERM", "0", "-", "--")
+        )
+        self.process = subprocess.Popen(
+            (*told, *start.words),
+            env={**environ, **start.environment},
+            cwd=directory,
+            stdin=subprocess.PIPE if start.listens else subprocess.DEVNULL,
+            stdout=labelled,
+            stderr=labelled,
+            start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(source, sink), daemon=True)
+            for source, sink in ((self.process.stdout, 1), (self.process.stderr, 2))
+            if source is not None
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, source: BinaryIO, sink: int) -> None:
+        label, rest = f"{self.start.host}: ".encode(), b""
+        while data := os.read(source.fileno(), 65536):
+            *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
+            self._pass_on([piece for piece in pieces if piece], label, sink)
+        self._pass_on([rest + b"\n"] if rest else [], label, sink)
+
+    def _pass_on(self, pieces: list[bytes], label: bytes, sink: int) -> None:
+        for piece in pieces:
+            text = piece.decode(errors="replace").rstrip()
+            if sink == 2 and text.startswith(RECORD_PREFIX):
+                self.failures |= read_record(text, self.start.host)
+                continue
+            if sink == 2:
+                self.said.append(text)
+            with _printing:
+                os.write(sink, label + piece)
+
+    def running(self) -> bool:
+        """Whether it still runs; when it does not, all that it said has been read."""
+        if self.process.poll() is None:
+            return True
+        if self.ended_at is None:
+            for reader in self._readers:
+                reader.join(1.0)
+            self.ended_at = time.monotonic()
+        return False
+
+    def send(self, word: str) -> None:
+        """The name of a signal, or "" for a beat."""
+        if self.start.listens and self.process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or was cut off
+                self.process.stdin.write(f"{word}\n".encode())
+                self.process.stdin.flush()
+        elif word:
+            self._signal(signal.Signals[word])
+
+    def cut(self) -> None:
+        """End the connection, whatever it does."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def describe_end(self) -> str:
+        """How it ended, where no rank's failure was reported."""
+        code = self.process.returncode
+        name = self.start.host or self.start.words[0]
+        last = next((line for line in reversed(self.said) if line), "")
+        if self.start.words[0] == "ssh" and code == 255:
+            return f"the connection to {name} ended" + (f": {last}" if last else "")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return f"{name} {how}" + (f": {last.removeprefix('zeroshard: ')}" if self.start.host and last else "")
+
+
+def run_starts(
+    starts: Sequence[Start], environ: Mapping[str, str], directory: str, enough: int | None = None
+) -> int:
+    """Start all, and return the exit status for the shell when all have ended: as `runner.run_node`.
+
+    `enough`: the job goes on while so many of them do, though connections to others end (elastic hosts). With 0
+    there is no job, and each goes its own way to its end.
+    """
+    received: list[signal.Signals] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    sessions: list[_Session] = []
+    try:
+        for start in starts:
+            if not received:
+                sessions.append(_Session(start, environ, directory))
+        failed = _watch(sessions, received, len(starts) if enough is None else enough)
+    finally:
+        for session in sessions:
+            if session.running():
+                session.cut()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        lost = [s.start.host for s in sessions if s.process.returncode == -signal.SIGKILL and s.start.host]
+        unsure = f", but {', '.join(lost)} did not say so" if lost else ""
+        log.error("stopped by %s; all ranks have ended%s", received[0].name, unsure)
+        return 128 + received[0]
+    return _tell(failed, stopped=len(starts) > 1 and enough != 0)
+
+
+def _watch(sessions: list[_Session], received: list[signal.Signals], enough: int) -> list[_Session]:
+    """Until all have ended. Returns those that failed by themselves, in their order."""
+    failed: list[_Session] = []
+    answered, next_beat, told = 0, time.monotonic(), False
+    stop_at = cut_at = float("inf")
+    while running := [session for session in sessions if session.running()]:
+        now = time.monotonic()
+        if not told:
+            new = _newly_failed(sessions, failed)
+            failed += new
+            for session in new:
+                if not session.failures and len(running) >= enough > 0:
+                    log.warning("%s; going on with %d", session.describe_end(), len(running))
+        if len(received) > answered:
+            answered, told = answered + 1, True
+            for session in running:
+                session.send(received[0].name if answered == 1 else "SIGTERM")
+            cut_at = now if answered > 2 else min(cut_at, now + _SECONDS_TO_STOP)
+        elif not told and failed and (len(running) < enough or any(s.failures for s in failed)):
+            stop_at = min(stop_at, now + _SETTLE_SECONDS)
+            if now >= stop_at:
+                told, cut_at = True, now + _SECONDS_TO_STOP
+                for session in running:
+                    session.send("SIGTERM")
+        if now >= cut_at:
+            for session in running:
+                session.cut()
+        if now >= next_beat:
+            next_beat = now + BEAT_SECONDS
+            for session in running:
+                session.send("")
+        time.sleep(_POLL_SECONDS)
+    if not told:
+        failed += _newly_failed(sessions, failed)
+        done = sum(session.process.returncode == 0 for session in sessions)
+        if done >= enough > 0 and not any(session.failures for session in failed):
+            return []
+    return failed
+
+
+def _newly_failed(sessions: list[_Session], failed: list[_Session]) -> list[_Session]:
+    new = [s for s in sessions if s.ended_at is not None and s.process.returncode and s not in failed]
+    return sorted(new, key=lambda session: session.ended_at or 0.0)
+
+
+def _tell(failed: list[_Session], stopped: bool) -> int:
+    """Name what failed first, and return the exit status.
+
+    A host that ended without a word of its ranks is the cause of what happened to the ranks of others.
+    """
+    if not failed:
+        return 0
+    silent = [session for session in failed if not session.failures]
+    if silent:
+        log.error("%s%s", silent[0].describe_end(), "; the others were stopped" if stopped else "")
+        code: int = silent[0].process.returncode
+        return code if code > 0 else 128 - code
+    failures = {rank: failure for session in failed for rank, failure in session.failures.items()}
+    if said := last_lines(failures):
+        log.error(said)
+    log.error(describe_failure(failures, None))
+    return exit_status(failures)

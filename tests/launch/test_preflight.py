@@ -1,0 +1,47 @@
+"""What is wrong with hosts, from what they answered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroshard.launch.preflight import find_problems
+from zeroshard.launch.probe import PROBE_PREFIX, Answer, Question, read_answer
+
+GOOD = Answer("3.11", "2.13.0", "0.1.0", 2, lacks_script=False, port_taken=False, knows_master=True)
+QUESTION = Question("train.py", None, "a", 29500, serves=False)
+HOSTS = {"a": (0, 1), "b": (0, 1), "c": (0, 1)}
+
+
+def problems(**changed: Answer | str) -> dict[str, str]:
+    return find_problems({host: changed.get(host, GOOD) for host in HOSTS}, HOSTS, QUESTION)
+
+
+def test_hosts_that_are_alike() -> None:
+    assert problems() == {}
+    cpu = replace(GOOD, accelerators=0)
+    assert problems(a=cpu, b=cpu, c=cpu) == {}  # there a slot is a number
+
+
+def test_each_host_and_its_problem_are_named() -> None:
+    assert problems(b="cannot be reached over ssh (timed out)") == {
+        "b": "cannot be reached over ssh (timed out)"
+    }
+    assert problems(c=replace(GOOD, torch="2.9.1")) == {"c": "torch 2.9.1, the others have 2.13.0"}
+    assert problems(a=replace(GOOD, zeroshard="0.0.9", python="3.10")) == {
+        "a": "python 3.10, the others have 3.11; zeroshard 0.0.9, the others have 0.1.0"
+    }
+    fewer = "has 1 accelerators, and 2 ranks up to slot 1 were asked for"
+    assert problems(b=replace(GOOD, accelerators=1)) == {"b": fewer}
+    assert "has 0 accelerators" in problems(b=replace(GOOD, accelerators=0))["b"]
+    assert problems(b=replace(GOOD, lacks_script=True)) == {"b": "there is no train.py"}
+    assert problems(a=replace(GOOD, port_taken=True))["a"].startswith("port 29500 is in use")
+    assert problems(c=replace(GOOD, knows_master=False))["c"].startswith("cannot resolve 'a'")
+
+
+def test_an_answer_is_found_among_what_a_shell_prints() -> None:
+    assert read_answer("Welcome!\n") is None
+    line = PROBE_PREFIX + (
+        '{"python": "3.11", "torch": "2.13.0", "zeroshard": "0.1.0", "accelerators": 2, "lacks_script": false, '
+        '"port_taken": false, "knows_master": true}'
+    )
+    assert read_answer(f"Welcome!\n{line}\nbye\n") == GOOD

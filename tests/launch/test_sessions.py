@@ -1,0 +1,189 @@
+"""Processes that carry a job, in place of ssh: small shell scripts that listen as a host does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroshard.launch import sessions
+from zeroshard.launch.failures import Failure, write_record
+from zeroshard.launch.messages import show_from
+from zeroshard.launch.remote import Start
+from zeroshard.launch.sessions import run_starts
+
+LIMIT_SECONDS = 30
+
+# Says what it hears, and ends when it is told to.
+LISTEN = (
+    'touch "$0"; while read -r word; do [ -z "$word" ] || { echo "heard $word"; exit 143; }; done; echo "end"'
+)
+DEAF = 'touch "$0"; while read -r word; do [ -z "$word" ] || echo "$word" >> "$0"; done; sleep 60'
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_SETTLE_SECONDS", 0.5)
+    show_from("info")
+
+
+def shell(host: str, script: str, note: Path | None = None) -> Start:
+    return Start(host, ("sh", "-c", script, str(note)), listens=True)
+
+
+def run(*starts: Start, enough: int | None = None) -> int:
+    return run_starts(starts, os.environ, ".", enough)
+
+
+def failure_of(rank: int, exitcode: int, timestamp: float, *log: str) -> str:
+    record = write_record({rank: Failure(40 + rank, exitcode, timestamp, "", log)})
+    return f"echo '{record}' >&2; exit {exitcode if exitcode > 0 else 128 - exitcode}"
+
+
+def test_lines_carry_their_host(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(shell("a", "printf 'one\\ntwo'; echo oh >&2"), shell("b", "printf '10%%\\r20%%\\r'")) == 0
+    printed = capfd.readouterr()
+    assert sorted(printed.out.replace("\r", "\n").splitlines()) == ["a: one", "a: two", "b: 10%", "b: 20%"]
+    assert printed.err == "a: oh\n"
+
+
+def test_the_rank_that_was_killed_is_the_cause_on_whichever_host(capfd: pytest.CaptureFixture[str]) -> None:
+    lost = failure_of(0, 1, 4.0, "connection lost")
+    killed = "sleep 0.2; " + failure_of(3, -9, 5.0, "loading", "all is well")
+    assert run(shell("a", lost), shell("b", killed), shell("c", LISTEN, Path("/dev/null"))) == 128 + 9
+    printed = capfd.readouterr()
+    assert printed.out == "c: heard SIGTERM\n"
+    assert printed.err.splitlines() == [
+        "zeroshard: last lines of rank 3:",
+        "  | loading",
+        "  | all is well",
+        "zeroshard: rank 3 (pid 43) on b was killed by SIGKILL (rank 0 ended with exit code 1 in the same moment), "
+        "which is what the system does when memory runs out; the others were stopped",
+    ]
+
+
+def test_a_host_that_ends_without_a_word_is_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run(
+            shell("a", "echo 'zeroshard: no such port' >&2; exit 2"),
+            shell("b", "sleep 0.1;" + failure_of(1, 1, 1)),
+        )
+        == 2
+    )
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "zeroshard: a ended with exit status 2: no such port; the others were stopped"
+
+
+def test_hosts_may_go_while_enough_are_left(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(shell("a", "exit 255"), shell("b", "sleep 0.5"), enough=1) == 0
+    assert "a ended with exit status 255; going on with 1" in capfd.readouterr().err
+    assert run(shell("a", "exit 255"), shell("b", failure_of(1, 5, 1.0)), enough=1) == 255
+    assert run(shell("a", failure_of(0, 5, 1.0)), shell("b", LISTEN, Path("/dev/null")), enough=1) == 5
+
+
+@pytest.fixture
+def press(tmp_path: Path) -> Iterator[list[int]]:
+    """Ctrl-C as soon as both notes are there, and again whenever the first has grown by a line: three times."""
+    pressed: list[int] = []
+    over = threading.Event()
+
+    def heard() -> int:
+        return len((tmp_path / "note0").read_text().splitlines())
+
+    def press_keys() -> None:
+        while not over.wait(0.05):
+            if len(list(tmp_path.glob("note*"))) == 2 and heard() >= len(pressed) < 3:
+                pressed.append(1)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_keys)
+    thread.start()
+    yield pressed
+    over.set()
+    thread.join()
+
+
+def test_ctrl_c_is_passed_on_then_sigterm_then_the_connection_ends(
+    tmp_path: Path, press: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    note = tmp_path / "note0"
+    assert run(shell("a", DEAF, note), shell("b", LISTEN, tmp_path / "note1")) == 128 + signal.SIGINT
+    assert time.monotonic() - began < LIMIT_SECONDS / 3
+    assert note.read_text().split()[:2] == ["SIGINT", "SIGTERM"]
+    printed = capfd.readouterr()
+    assert printed.out == "b: heard SIGINT\n"
+    assert printed.err.splitlines()[-1] == (
+        "zeroshard: stopped by SIGINT; all ranks have ended, but a did not say so"
+    )
+    assert len(press) == 3
+
+
+def test_what_does_not_listen_gets_the_signal_itself(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    words = ("sh", "-c", f"trap 'exit 3' INT; touch {note}; while :; do sleep 0.05; done")
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    assert run(Start("", words)) == 128 + signal.SIGINT
+    timer.join()
+
+
+LIFELINE = """
+import os, signal, sys, time
+from zeroshard.launch import lifeline
+lifeline._SILENCE_SECONDS = 2.0
+if sys.argv[1] == "ranks":
+    def stop(number, frame):
+        print("stopped by", signal.Signals(number).name, flush=True)
+        sys.exit(9)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+lifeline.hold_lifeline(beats=sys.argv[2] == "beats")
+assert os.read(0, 1) == b""  # the ranks read nothing there
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "beats", "written", "close", "status", "told"),
+    [
+        ("ranks", "beats", b"SIGINT\n", False, 9, ["stopped by SIGINT"]),
+        ("ranks", "beats", b"\n\nSIGTERM\n", False, 9, ["stopped by SIGTERM"]),
+        ("ranks", "beats", b"\n", False, 9, ["stopped by SIGTERM"]),  # silence
+        (
+            "ranks",
+            "no beats",
+            b"SIGINT\n",
+            True,
+            9,
+            ["stopped by SIGTERM"],
+        ),  # pdsh writes nothing; only its end counts
+        ("no ranks", "no beats", b"", True, 143, []),
+        ("no ranks", "beats", b"SIGINT\n", False, 130, []),
+    ],
+)
+def test_a_lifeline(
+    state: str, beats: str, written: bytes, close: bool, status: int, told: list[str]
+) -> None:
+    words = [sys.executable, "-c", LIFELINE, state, beats]
+    held = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert held.stdin is not None
+    assert held.stdout is not None
+    try:
+        held.stdin.write(written)
+        held.stdin.flush()
+        if close:
+            held.stdin.close()
+        printed = held.stdout.read().decode().splitlines()  # until it has ended
+        assert held.wait(LIMIT_SECONDS) == status
+    finally:
+        held.kill()
+        held.wait()
+    assert printed == told
