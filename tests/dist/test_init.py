@@ -265,7 +265,7 @@ def test_elements_are_not_to_be_had_outside(ranks2: RankPool) -> None:
 
 
 def converted(rank: int, world: int) -> list[str]:
-    """`module.to` needs no elements: what each rank keeps is converted where it is, before an engine and with one."""
+    """`module.to` needs no elements: what each rank keeps is converted, before an engine and with one."""
     expected, model = built(Odd, rank)
     kept = model.scale
     wrong = ["cpu"] * (model.cpu().float().scale is not kept or not isinstance(kept, ShardedParameter))
