@@ -286,7 +286,7 @@ def put_together(rank: int, world: int) -> list[str]:
 def test_names_shapes_and_copies_before_there_is_an_engine(ranks2: RankPool) -> None:
     assert ranks2.run(put_together) == [[], []]
 def converted(rank: int, world: int) -> list[str]:
-    """`module.to` needs no elements: what each rank keeps is converted where it is, also before an engine takes it."""
+    """`module.to` needs no elements: what each rank keeps is converted, before an engine and with one."""
     expected, model = built(Odd, rank)
     kept = model.scale
     wrong = ["cpu"] * (model.cpu().float().scale is not kept or not isinstance(kept, ShardedParameter))
