@@ -59,6 +59,30 @@ def own_loss(rank: int, world: int, out: str, stage: int | None) -> Any:
     return history(trainer), None
 
 
+def with_callbacks(rank: int, world: int, out: str, stage: int | None) -> Any:
+    """A callback that generates after every step; data without a length."""
+    from torch.utils.data import IterableDataset
+    from transformers import TrainerCallback
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from samples(40)
+
+    texts: list[list[int]] = []
+
+    class Writes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            prompt = samples(1)[0]["input_ids"][None, :4]
+            texts.append(
+                model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
+            )
+
+    args = arguments(out, None if stage is None else ds_config(stage))
+    trainer = trainer_of(args, train_dataset=Endless(), callbacks=[Writes()])
+    trainer.train()
+    return history(trainer), texts
+
+
 def compiled(rank: int, world: int, out: str, stage: int | None) -> Any:
     """`torch_compile`: accelerate asks the engine to compile."""
     how = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
