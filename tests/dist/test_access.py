@@ -79,7 +79,9 @@ def values(rank: int, world: int, stage: int, precision: str) -> dict[str, float
             if name.startswith(("unused", "heads.1", "nothing")):
                 continue
             for key in ("exp_avg", "exp_avg_sq"):
-                note(key, zeroshard.safe_get_full_optimizer_state(ours, key), pair.expected.state[theirs][key])
+                note(
+                    key, zeroshard.safe_get_full_optimizer_state(ours, key), pair.expected.state[theirs][key]
+                )
                 local = zeroshard.safe_get_local_optimizer_state(ours, key)
                 note("local", gather(local, ours), pair.expected.state[theirs][key])
             assert float(zeroshard.safe_get_full_optimizer_state(ours, "step")) == step + 1
@@ -158,7 +160,9 @@ def edits(rank: int, world: int, stage: int, precision: str, how: str) -> None:
                 assert torch.equal(parameter, value.to(parameter.dtype))
             engine.backward(loss_of(engine, step, rank))
             engine.step()
-        assert all(torch.equal(engine.full_fp32(p), others[n]) for n, p in model.named_parameters() if n in others)
+        assert all(
+            torch.equal(engine.full_fp32(p), others[n]) for n, p in model.named_parameters() if n in others
+        )
     engine.close()
 
 
@@ -281,7 +285,9 @@ def before_the_first_step(rank: int, world: int, stage: int) -> list[tuple[str, 
     pair.engine.step()
     assert zeroshard.safe_get_full_optimizer_state(pair.model.gain, "exp_avg") is not None
     found.append(attempt(lambda: zeroshard.safe_get_full_optimizer_state(pair.model.gain, "momentum")))
-    found.append(attempt(lambda: zeroshard.safe_get_full_optimizer_state(pair.model.unused.weight, "exp_avg")))
+    found.append(
+        attempt(lambda: zeroshard.safe_get_full_optimizer_state(pair.model.unused.weight, "exp_avg"))
+    )
     pair.engine.close()
     return found
 

@@ -1,5 +1,5 @@
-"""Adapters over frozen weights: by hand and through PEFT, trained, saved and merged as in plain PyTorch; and what is
-said of adapters that come too late."""
+"""Adapters over frozen weights: by hand and through PEFT, trained, saved and merged as in plain PyTorch; and
+what is said of adapters that come too late."""
 
 from __future__ import annotations
 
@@ -108,7 +108,13 @@ def test_adapters_by_hand(ranks2: RankPool, stage: int) -> None:
 
 def too_late(rank: int, world: int, stage: int) -> tuple[str, str, float]:
     """Adapters around sharded layers: made properly, run properly, and not trained without a word."""
-    pair = Pair.of(rank, world, stage, lambda: Net().requires_grad_(False), lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    pair = Pair.of(
+        rank,
+        world,
+        stage,
+        lambda: Net().requires_grad_(False),
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     torch.manual_seed(3)
     adapt(pair.model)
     torch.manual_seed(3)
@@ -245,7 +251,9 @@ def peft_too_late(rank: int, world: int) -> tuple[str, str]:
     from test_hugging_face import llama
 
     model = llama().requires_grad_(False)
-    engine, *_ = zeroshard.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(3))
+    engine, *_ = zeroshard.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(3)
+    )
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     plain = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     ours = {name: (tuple(p.shape), p.dtype, p.device) for name, p in wrapped.named_parameters()}

@@ -257,9 +257,7 @@ def distance(rank: int, world: int, stage: int, case: str, precision: str, manag
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_have_the_loss_scale_once(
-    ranks2: RankPool, case: str, stage: int, precision: str
-) -> None:
+def test_gradients_have_the_loss_scale_once(ranks2: RankPool, case: str, stage: int, precision: str) -> None:
     if case == "container_called_directly" and precision == "fp16":
         return  # a batch norm of 16-bit weights does not run on every CPU
     for managed in (False, True):
@@ -328,7 +326,7 @@ def interrupted_without_engine(rank: int, world: int) -> bool:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="torch runs no always_call hooks for a BaseException: only engine(x) sees that a forward ended by Ctrl-C",
+    reason="torch runs no always_call hooks for a BaseException: only engine(x) sees a forward that Ctrl-C ended",
 )
 def test_ctrl_c_in_a_model_that_is_called_directly(ranks2: RankPool) -> None:
     assert ranks2.run(interrupted_without_engine) == [True, True]
@@ -416,7 +414,7 @@ def caught(rank: int, world: int, stage: int) -> tuple[list[Any], tuple[int, ...
     return seen, (*counts, len(running))
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_after_an_error_the_next_window_is_whole(ranks3: RankPool, stage: int) -> None:
     expected = [None, None, True, None, None, "error", None, None, False, None, None, False]
     assert ranks3.run(caught, stage) == [(expected, (4, 2, 2, 12, 12, 0))] * 3
@@ -461,7 +459,7 @@ def first_step_skipped(rank: int, world: int, stage: int, where: str) -> tuple[f
 
 
 @pytest.mark.parametrize("where", ["loss", "forward", "one parameter"])
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_first_step_leaves_no_trace(ranks3: RankPool, stage: int, where: str) -> None:
     for apart, counts in ranks3.run(first_step_skipped, stage, where):
         assert apart <= 1e-6

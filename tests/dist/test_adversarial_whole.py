@@ -1,10 +1,9 @@
-"""Optimizers over whole parameters where everything comes together: groups that mix, tied, unused, frozen, empty and
-0-d parameters, accumulation, clipping, edits between steps."""
+"""Optimizers over whole parameters where everything comes together: groups that mix, tied, unused, frozen, empty
+and 0-d parameters, accumulation, clipping, edits between steps."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -105,9 +104,7 @@ def state_of_one_rank(rank: int, world: int) -> list[str]:
     messages = []
     for name, key, value in (("Adafactor", "row_var", None), ("Lamb", "exp_avg", torch.ones(2, 2))):
         model = Net()
-        engine, *_ = zeroshard.initialize(
-            model=model, optimizer=optimizer_of(name, model), config=settings
-        )
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer_of(name, model), config=settings)
         engine.backward(engine(batch(0, 0, rank), False))
         engine.step()
         weight = model.blocks[0].down.weight

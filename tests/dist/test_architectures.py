@@ -17,7 +17,7 @@ from zeroshard.testing import RankPool
 from zeroshard.trace import Action, Kind
 
 pytest.importorskip("transformers")
-import zoo  # noqa: E402  (imports transformers when a model is built)
+import zoo
 
 WRITERS = {"llama", "qwen2", "gpt2", "mixtral", "t5", "whisper"}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import features
-from pairs import STAGES, Net, Pair, attempt, config, momentum
+from pairs import Net, Pair, attempt, config, momentum
 from torch import nn
 
 import zeroshard
@@ -120,9 +120,7 @@ def batch_without_micro_batch(rank: int, world: int, stage: int) -> Case:
 
 
 def batch_changed_within_a_window(rank: int, world: int, stage: int) -> Case:
-    pair = Pair.of(
-        rank, world, stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2
-    )
+    pair = Pair.of(rank, world, stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
     pair.engine.backward(squares(pair).mean())
     pair.engine.step()
     found = attempt(lambda: pair.engine.set_train_batch_size(3 * world))
@@ -166,7 +164,11 @@ def moved(rank: int, world: int, stage: int) -> Case:
 
 
 CASES = [
-    (moved, "StateError", ("engine.to(torch.bfloat16)", "torch.float32 on cpu", "Choose the dtype in the config")),
+    (
+        moved,
+        "StateError",
+        ("engine.to(torch.bfloat16)", "torch.float32 on cpu", "Choose the dtype in the config"),
+    ),
     (scheduler_without_optimizer, "ConfigError", ("StepLR", "needs an optimizer", "pass optimizer=")),
     (parameter_in_two_groups, "ModelError", ("'heads.0.weight'", "groups 0 and 1", "once")),
     (closure, "StateError", ("closure", "call step() without it")),
@@ -188,9 +190,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
-)
+@pytest.mark.parametrize(("case", "kind", "words"), CASES, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_mistakes_in_the_loop(
     ranks2: RankPool, stage: int, case: Any, kind: str, words: tuple[str, ...]

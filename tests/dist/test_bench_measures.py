@@ -119,8 +119,24 @@ def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     done = subprocess.run(
-        [sys.executable, "-m", "zeroshard", "bench", "--sizes", "1K,8K", "--dtypes", "fp32,int16", "-n", "2"]
-        + ["--backend", "gloo", "--iterations", "4", "--csv", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "zeroshard",
+            "bench",
+            "--sizes",
+            "1K,8K",
+            "--dtypes",
+            "fp32,int16",
+            "-n",
+            "2",
+            "--backend",
+            "gloo",
+            "--iterations",
+            "4",
+            "--csv",
+            str(file),
+        ],
         env={name: value for name, value in os.environ.items() if name not in ours},
         capture_output=True,
         text=True,

@@ -48,7 +48,9 @@ class Watch:
         """Called before the action runs."""
         if action.kind is not Kind.GATHER or self.buffers[action.bucket].is_live:
             return
-        live = [b for b in self.buffers if b.is_live and not b.layout.resident] + [self.buffers[action.bucket]]
+        live = [b for b in self.buffers if b.is_live and not b.layout.resident] + [
+            self.buffers[action.bucket]
+        ]
         uses = [self.executor._uses[b.layout.index] for b in live]
         pinned = [b for b, use in zip(live, uses, strict=True) if use.pinned]
         open_ = [b for b, use in zip(live, uses, strict=True) if use.is_open or b is live[-1]]
@@ -90,7 +92,9 @@ def bounded(rank: int, world: int, shape: Shape, zero: dict[str, int]) -> tuple[
         watch.broken.append(f"{persistent} elements persist")
     executor = engine.executor
     if executor.peak_gathered > executor.paths.predicted_peak():
-        watch.broken.append(f"{executor.peak_gathered} bytes gathered, {executor.paths.predicted_peak()} predicted")
+        watch.broken.append(
+            f"{executor.peak_gathered} bytes gathered, {executor.paths.predicted_peak()} predicted"
+        )
     engine.close()
     worst = 0.0
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -143,7 +147,9 @@ def growth(rank: int, world: int, stage: int) -> list[tuple[int, int]]:
     torch.manual_seed(0)
     student, teacher = Net(), Net().requires_grad_(False)
     more = {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
-    taught, _, _, _ = zeroshard.initialize(model=student, optimizer=momentum(student), config=config(stage, **more))
+    taught, _, _, _ = zeroshard.initialize(
+        model=student, optimizer=momentum(student), config=config(stage, **more)
+    )
     teaches, _, _, _ = zeroshard.initialize(model=teacher, config=config(stage, bf16={"enabled": True}))
     found = []
     for step in range(1, 21):
@@ -181,7 +187,9 @@ def growth_in_groups(rank: int, world: int, zero: dict[str, int]) -> list[tuple[
     newborn = Newborn()
     torch.manual_seed(0)
     model = Net()
-    engine, _, _, _ = zeroshard.initialize(model=model, optimizer=momentum(model), config=config(3, zero=zero))
+    engine, _, _, _ = zeroshard.initialize(
+        model=model, optimizer=momentum(model), config=config(3, zero=zero)
+    )
     found = []
     for step in range(1, 13):
         engine.backward(engine(features(step, 0, rank)).square().mean())

@@ -40,7 +40,11 @@ class Twice(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         for block in self.encoder:
-            x = block(x) if self.how == "plain" else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            x = (
+                block(x)
+                if self.how == "plain"
+                else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            )
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +92,8 @@ def bucket_sizes(rank: int, world: int, stage: int, precision: str) -> list[floa
         trained.append([pair.engine.full_fp32(p) for p in pair.model.parameters() if p.numel()])
         pair.engine.close()
     return [
-        max(float((a - b).abs().max()) for a, b in zip(trained[0], other, strict=True)) for other in trained[1:]
+        max(float((a - b).abs().max()) for a, b in zip(trained[0], other, strict=True))
+        for other in trained[1:]
     ]
 
 
@@ -393,5 +398,3 @@ def test_tolerated_overflows(ranks2: RankPool, stage: int) -> None:
     """G 73: one rank's overflow skips on all; the first is tolerated by the config's hysteresis."""
     expected = [(256, False), (256, True), (256, False), (128, True), (64, True), (64, False)]
     assert ranks2.run(hysteresis, stage) == [expected] * 2
-
-

@@ -54,10 +54,29 @@ def truth(parameter: Tensor) -> list[Any]:
     """What can be asked of a weight wherever it is."""
     like = torch.zeros_like(parameter)
     return [
-        *(parameter.shape, parameter.size(), parameter.size(0), parameter.ndim, parameter.dim(), len(parameter)),
-        *(parameter.numel(), parameter.nelement(), torch.numel(parameter), parameter.stride(), parameter.nbytes),
+        *(
+            parameter.shape,
+            parameter.size(),
+            parameter.size(0),
+            parameter.ndim,
+            parameter.dim(),
+            len(parameter),
+        ),
+        *(
+            parameter.numel(),
+            parameter.nelement(),
+            torch.numel(parameter),
+            parameter.stride(),
+            parameter.nbytes,
+        ),
         *(parameter.dtype, parameter.device, parameter.element_size(), parameter.is_floating_point()),
-        *(parameter.requires_grad, parameter.is_leaf, parameter.grad, parameter.is_contiguous(), parameter.layout),
+        *(
+            parameter.requires_grad,
+            parameter.is_leaf,
+            parameter.grad,
+            parameter.is_contiguous(),
+            parameter.layout,
+        ),
         *(like.shape, like.dtype, like.device, float(like.abs().sum()), torch.rand_like(parameter).shape),
         *(torch.full_like(parameter, 2.0, dtype=torch.float64).dtype, parameter.new_zeros(3).dtype),
     ]
@@ -108,7 +127,9 @@ class Few(nn.Module):
         self.nothing = nn.Parameter(torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.head(torch.tanh(self.body(x)) * self.gain.sum()) - 1).square().mean() + self.nothing.sum()
+        return (
+            self.head(torch.tanh(self.body(x)) * self.gain.sum()) - 1
+        ).square().mean() + self.nothing.sum()
 
 
 def few_groups(model: Any) -> torch.optim.Optimizer:
@@ -247,9 +268,13 @@ def recomputed(rank: int, world: int, stage: int) -> list[Tensor]:
         pair = Pair.of(rank, world, stage, model_fn, sgd, **BF16)
         for step in range(4):
             pair.engine.backward(pair.engine(features(step, 0, rank)))
-            assert not any(buffer.is_live for buffer in pair.engine._states.buffers if not buffer.layout.resident)
+            assert not any(
+                buffer.is_live for buffer in pair.engine._states.buffers if not buffer.layout.resident
+            )
             pair.engine.step()
-        found.append(torch.cat([pair.engine.full_fp32(p).float().reshape(-1) for p in pair.model.parameters()]))
+        found.append(
+            torch.cat([pair.engine.full_fp32(p).float().reshape(-1) for p in pair.model.parameters()])
+        )
         pair.engine.close()
     return found
 
@@ -279,7 +304,9 @@ def zeroed(rank: int, world: int, stage: int) -> tuple[bool, float]:
         group["lr"] = 0.0
     pair.engine.backward(mean_square(pair.engine, 2, rank))
     pair.engine.step()
-    still = not pair.engine.full_fp32(weight).any() and not pair.model.state_dict()["blocks.1.up.weight"].any()
+    still = (
+        not pair.engine.full_fp32(weight).any() and not pair.model.state_dict()["blocks.1.up.weight"].any()
+    )
     for group, rate in zip(pair.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     pair.engine.backward(mean_square(pair.engine, 3, rank))

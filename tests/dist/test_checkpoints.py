@@ -36,7 +36,8 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 31), nn.GELU(), nn.Dropout(0.2), nn.Linear(31, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.Linear(WIDTH, 31), nn.GELU(), nn.Dropout(0.2), nn.Linear(31, WIDTH))
+            for _ in range(3)
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.register_buffer("seen", torch.zeros(WIDTH))
@@ -103,7 +104,9 @@ def save(rank: int, world: int, stage: int, dtype: str, where: str) -> tuple[dic
     engine = build(stage, dtype)
     train(engine, range(5))
     torch.manual_seed(123)  # the same on all ranks: dropout is to be the same on any number of them
-    engine.save_checkpoint(where, client_state={"epoch": 3, "best": torch.arange(3), "name": ["a", ("b", None)]})
+    engine.save_checkpoint(
+        where, client_state={"epoch": 3, "best": torch.arange(3), "name": ["a", ("b", None)]}
+    )
     saved = everything(engine)
     losses = train(engine, range(5, 8))
     engine.close()
@@ -166,7 +169,7 @@ def test_every_stage_and_number_of_ranks_opens_it(
 
 
 def across_layouts(rank: int, world: int, where: str) -> list[bool]:
-    """Saved from shard groups of two (MiCS); opened there, with second shards, under Init, in buckets of other sizes."""
+    """Saved from shard groups of two (MiCS); opened there, with second shards, under Init, in other buckets."""
 
     def make(seed: int = 3, init: bool = False, **zero: Any) -> Engine:
         with zeroshard.Init(enabled=init):
@@ -376,7 +379,9 @@ def behind_the_back(rank: int, world: int, where: str) -> tuple[str | None, Any]
     return path, (client_state["history"], client_state["average"].tolist())
 
 
-def test_an_asynchronous_save_is_of_its_moment_and_a_load_waits_for_it(ranks2: RankPool, tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_of_its_moment_and_a_load_waits_for_it(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
     for path, client_state in ranks2.run(behind_the_back, str(tmp_path)):
         assert path is not None
         assert client_state == ([1], [0.0, 0.0])
@@ -481,7 +486,9 @@ def other_model(rank: int, world: int, where: str) -> dict[str, str]:
 def test_a_checkpoint_of_another_model(ranks2: RankPool, tmp_path: Path) -> None:
     ranks2.run(save, 3, "fp32", str(tmp_path))
     for told in ranks2.run(other_model, str(tmp_path)):
-        assert "'frozen.weight' has shape (12, 12) in the checkpoint and (13, 12) in the model" in told["shape"]
+        assert (
+            "'frozen.weight' has shape (12, 12) in the checkpoint and (13, 12) in the model" in told["shape"]
+        )
         assert "It lacks 'norms." in told["name"]
         assert re.search(r"Was 'norm.(\w+)' renamed to 'norms.\1'\?", told["name"])
         assert "It lacks 'adapter.bias', 'adapter.weight' of this model" in told["more"]
@@ -534,7 +541,9 @@ def by_hand(rank: int, world: int, where: str) -> tuple[dict[str, Any], dict[str
 
 
 def everything_but_state(engine: Engine) -> dict[str, Any]:
-    return {name.replace("norms.", "norm."): engine.full_fp32(p) for name, p in engine.module.named_parameters()}
+    return {
+        name.replace("norms.", "norm."): engine.full_fp32(p) for name, p in engine.module.named_parameters()
+    }
 
 
 def test_a_load_function_of_the_users(ranks2: RankPool, tmp_path: Path) -> None:
@@ -755,9 +764,7 @@ def alone_in_a_save(rank: int, world: int, where: str, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [3, 1])
 def test_a_save_on_one_rank_only_is_an_error_on_both(stage: int, tmp_path: Path) -> None:
-    with RankPool(2) as pool, pytest.raises(RunFailedError) as caught:
+    with RankPool(2) as pool:
         for told in pool.run(alone_in_a_save, str(tmp_path), stage):
             assert "save_checkpoint" in told
             assert "rank 0" in told
-        raise RunFailedError("both were told")
-    assert "both were told" in str(caught.value)

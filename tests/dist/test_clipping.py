@@ -16,7 +16,9 @@ from zeroshard.testing import RankPool
 PRECISIONS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}}}
 
 
-def by_hand(rank: int, world: int, stage: int, precision: str, plain: bool) -> tuple[float, float, float, float]:
+def by_hand(
+    rank: int, world: int, stage: int, precision: str, plain: bool
+) -> tuple[float, float, float, float]:
     """(norm, reference norm, norm after clipping, largest difference of weights) with a limit of 0.01."""
     torch.manual_seed(0)
     model = Odd()

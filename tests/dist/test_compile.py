@@ -97,7 +97,7 @@ def train(
 
 
 BLOCK, WHOLE = 1, 5
-"""Graphs at most: all blocks share the code and the shapes of the first; around them are embedding, dropout, head, loss."""
+"""Graphs at most: all blocks share the code and shapes of the first; around are embedding, dropout, head, loss."""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def later_and_elsewhere(rank: int, world: int) -> dict[str, tuple[float, int]]:
         if name == "torch.compile":
             run = torch.compile(engine, backend=counting)
         else:
-            run = torch.compile(lambda x: pair.model(x) * 1.0, backend=counting)
+            run = torch.compile(lambda x, model=pair.model: model(x) * 1.0, backend=counting)
         for step in range(4):
             run(features(step, 0, rank)).backward()
             pair.optimizer.step()

@@ -50,7 +50,9 @@ def start(zero: dict[str, Any] | None = None, **more: Any) -> tuple[Any, Any, nn
     return engine, model, reference, torch.optim.SGD(reference.parameters(), lr=0.1)
 
 
-def train(engine: Any, reference: nn.Module, expected: Any, rank: int, world: int, step: int, route: Any) -> None:
+def train(
+    engine: Any, reference: nn.Module, expected: Any, rank: int, world: int, step: int, route: Any
+) -> None:
     engine.backward(engine(features(step, 0, rank), route).square().mean())
     engine.step()
     for other in range(world):
@@ -62,7 +64,10 @@ def train(engine: Any, reference: nn.Module, expected: Any, rank: int, world: in
 def finish(engine: Any, model: nn.Module, reference: nn.Module) -> float:
     executor = engine.executor
     executor.end_path()
-    assert executor.peak_gathered <= executor.paths.predicted_peak(), (executor.peak_gathered, executor.paths.predicted_peak())
+    assert executor.peak_gathered <= executor.paths.predicted_peak(), (
+        executor.peak_gathered,
+        executor.paths.predicted_peak(),
+    )
     engine.close()
     both = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((p - q).abs().max()) for p, q in both)
@@ -216,7 +221,7 @@ def test_ranks_that_run_different_modules_are_told(
     ranks2: RankPool, shared: str, error: type[Exception]
 ) -> None:
     """At the step; before the data are used where the seam can compare. `test_divergence.py` has more."""
-    with pytest.raises(RunFailedError, match="ran different modules|did not run the same modules") as caught:
+    with pytest.raises(RunFailedError, match=r"ran different modules|did not run the same modules") as caught:
         ranks2.run(different_modules, shared)
     assert all(isinstance(outcome.exception, error) for outcome in caught.value.outcomes)
 
@@ -228,7 +233,10 @@ def outside(rank: int, world: int) -> dict[str, str]:
     facts = ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad", "nbytes", "is_cuda")
     assert all(getattr(weight, name) == getattr(other, name) for name in facts)
     assert (weight.numel(), weight.size(0), weight.size(), weight.dim()) == (
-        other.numel(), other.size(0), other.size(), other.dim(),
+        other.numel(),
+        other.size(0),
+        other.size(),
+        other.dim(),
     )
     assert weight.stride() == other.stride()
     assert len(weight) == len(other)
@@ -286,7 +294,7 @@ def edits(rank: int, world: int, stage: int, bf16: bool) -> None:
         weight.data.copy_(torch.arange(float(weight.numel())).view_as(weight))
     with pytest.raises(ShardedAccessError, match="modifier_rank"), engine.gathered(weight):
         weight.data.copy_(weight.data.flip(0))  # the same values in other places
-    with pytest.raises(StateError, match="inside engine.gathered"), engine.gathered(weight):
+    with pytest.raises(StateError, match=r"inside engine\.gathered"), engine.gathered(weight):
         engine.close()
     with engine.gathered(weight, modifier_rank=1), torch.no_grad():
         weight.fill_(rank + 5.0)
@@ -296,8 +304,9 @@ def edits(rank: int, world: int, stage: int, bf16: bool) -> None:
     with engine.gathered(model.blocks):
         assert bool((weight == 6.0).all())
     assert bool((engine.full_fp32(weight) == 6.0).all())
-    with pytest.raises(ShardedAccessError, match="not one of this engine's parameters"), engine.gathered(
-        torch.zeros(3)
+    with (
+        pytest.raises(ShardedAccessError, match="not one of this engine's parameters"),
+        engine.gathered(torch.zeros(3)),
     ):
         pass
     with pytest.raises(ZeroDivisionError), engine.gathered(model):
@@ -437,7 +446,7 @@ def life_cycle(rank: int, world: int, stage: int) -> tuple[float, int, int]:
         alive = [b for b in gc.get_objects() if isinstance(b, FlatBuffer | GradientBuffer)]
         assert not alive
         assert not optimizers[0].state
-        with pytest.raises(StateError, match="after engine.close"):
+        with pytest.raises(StateError, match=r"after engine\.close"):
             optimizers[0].step()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())

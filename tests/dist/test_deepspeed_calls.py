@@ -94,7 +94,9 @@ def classic(rank: int, world: int, stage: int, directory: str) -> dict[str, Any]
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         args=args, model=model, model_parameters=filter(lambda p: p.requires_grad, model.parameters())
     )
-    assert loader is None and optimizer is engine.optimizer and scheduler is engine.lr_scheduler
+    assert loader is None
+    assert optimizer is engine.optimizer
+    assert scheduler is engine.lr_scheduler
     before = []
     for step in range(4):
         for micro in range(2):
@@ -127,8 +129,10 @@ def test_the_loop_of_the_examples(ranks2: RankPool, stage: int, tmp_path: Path) 
         assert (expected - got).abs().max() <= FP32_TOLERANCE * max(1.0, float(expected.abs().max()))
     assert second["state"] is None, "only rank 0 gets it"
     assert first["boundaries"] == [False, True] * 4
-    assert first["client"]["step"] == 1 and first["client"]["name"] == "x"
-    assert first["found"] and first["steps"] == 2
+    assert first["client"]["step"] == 1
+    assert first["client"]["name"] == "x"
+    assert first["found"]
+    assert first["steps"] == 2
     assert first["nowhere"] == (None, None)
 
 
@@ -141,8 +145,10 @@ def members(rank: int, world: int, stage: int) -> dict[str, Any]:
     given = config(stage, fp16={"enabled": True, "initial_scale_power": 8})
     model = build()
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=given)
-    assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.module is model
-    assert engine.config == given and engine.config.get("zero_optimization", {}).get("stage") == stage
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert engine.module is model
+    assert engine.config == given
+    assert engine.config.get("zero_optimization", {}).get("stage") == stage
     engine.anything_at_all = 3
     asked = {
         name: getattr(engine, name)()
@@ -218,22 +224,38 @@ def attributes(rank: int, world: int) -> dict[str, Any]:
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         model = build()
     weight = model.body[0].weight
-    cut = (is_zero_param(weight), weight.ds_numel, tuple(weight.ds_shape), weight.ds_status.name, weight.ds_tensor.numel())
+    cut = (
+        is_zero_param(weight),
+        weight.ds_numel,
+        tuple(weight.ds_shape),
+        weight.ds_status.name,
+        weight.ds_tensor.numel(),
+    )
     weight.mine = "kept"
     engine, *_ = deepspeed.initialize(model=model, config=config(3))
     sharded = (weight.ds_numel, tuple(weight.ds_shape), weight.ds_status is ZeroParamStatus.NOT_AVAILABLE)
     ids = [parameter.ds_id for parameter in model.parameters()]
     pieces = [parameter.ds_tensor.numel() for parameter in model.parameters()]
     parts = [parameter.partition_numel() for parameter in model.parameters()]
-    with deepspeed.zero.GatheredParameters(list(set(model.parameters())) + list(model.buffers()), modifier_rank=0):
-        inside = (weight.ds_status is ZeroParamStatus.AVAILABLE, weight.ds_numel, weight.partition_numel(), tuple(weight.shape))
+    with deepspeed.zero.GatheredParameters(
+        list(set(model.parameters())) + list(model.buffers()), modifier_rank=0
+    ):
+        inside = (
+            weight.ds_status is ZeroParamStatus.AVAILABLE,
+            weight.ds_numel,
+            weight.partition_numel(),
+            tuple(weight.shape),
+        )
         if rank == 0:
             weight.data.fill_(2.0)
             model.scale.fill_(rank + 7.0)  # a buffer is not anybody's business
     with deepspeed.zero.GatheredParameters(weight):
         edited = bool((weight == 2.0).all())
     scale = float(model.scale)
-    with deepspeed.zero.GatheredParameters([]), deepspeed.zero.GatheredParameters([model.scale], modifier_rank=0):
+    with (
+        deepspeed.zero.GatheredParameters([]),
+        deepspeed.zero.GatheredParameters([model.scale], modifier_rank=0),
+    ):
         pass
     with deepspeed.runtime.zero.stage3.unwrap_model_for_generation(engine) as whole:
         generated = whole(batch(0, rank)[0]).shape
@@ -251,8 +273,11 @@ def test_attributes_of_parameters(ranks2: RankPool) -> None:
         assert got["cut"] == (True, 60, (10, 6), "NOT_AVAILABLE", 30)
         assert got["sharded"] == (60, (10, 6), True)
         assert got["inside"] == (True, 60, 30, (10, 6))
-        assert got["edited"] and got["mine"] == "kept" and got["generated"] == (4, 2)
-        assert not got["after"] and got["whole"] == (10, 6)
+        assert got["edited"]
+        assert got["mine"] == "kept"
+        assert got["generated"] == (4, 2)
+        assert not got["after"]
+        assert got["whole"] == (10, 6)
         assert len(set(got["ids"])) == len(got["ids"])
     assert first["ids"] == second["ids"], "the same on all ranks"
     numels = [60, 10, 100, 10, 20, 2]
@@ -278,7 +303,9 @@ def states(rank: int, world: int, stage: int) -> list[float]:
         engine.backward(nn.functional.mse_loss(engine(x), y))
         if micro == 0:
             engine.step()
-    safe_update_full_grad_vectorized(model.parameters(), lambda gradient, parameter: torch.ones_like(gradient))
+    safe_update_full_grad_vectorized(
+        model.parameters(), lambda gradient, parameter: torch.ones_like(gradient)
+    )
     gradient = safe_get_full_grad(model.head.weight)
     engine.step()
     moment = safe_get_full_optimizer_state(model.head.weight, "exp_avg")
@@ -288,7 +315,7 @@ def states(rank: int, world: int, stage: int) -> list[float]:
     return [float(gradient.mean()), float(moment.mean()), float(weight.abs().max())]
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_by_parameter(ranks2: RankPool, stage: int) -> None:
     for gradient, moment, weight in ranks2.run(states, stage):
         assert gradient == 1.0
@@ -330,16 +357,28 @@ def communication(rank: int, world: int) -> dict[str, Any]:
         "ranks": comm.get_all_ranks_from_group(group),
         "word": word,
         "mesh": mesh.size(),
-        "groups": (groups._get_data_parallel_rank(), groups.get_data_parallel_world_size(), groups.get_model_parallel_world_size()),
+        "groups": (
+            groups._get_data_parallel_rank(),
+            groups.get_data_parallel_world_size(),
+            groups.get_model_parallel_world_size(),
+        ),
         "refused": refused,
     }  # fmt: skip
 
 
 def test_communication(ranks2: RankPool) -> None:
     for rank, got in enumerate(ranks2.run(communication)):
-        assert got["values"] == [[3.0, 3.0], [0.0, 0.0, 1.0, 1.0], [0.0] * 3 + [1.0] * 3, [2.0] * 3, [[2.0], [4.0]][rank]]
+        assert got["values"] == [
+            [3.0, 3.0],
+            [0.0, 0.0, 1.0, 1.0],
+            [0.0] * 3 + [1.0] * 3,
+            [2.0] * 3,
+            [[2.0], [4.0]][rank],
+        ]
         assert got["who"] == (rank, 2, True, rank)
-        assert got["ranks"] == [0, 1] and got["word"] == ["a"] and got["mesh"] == 2
+        assert got["ranks"] == [0, 1]
+        assert got["word"] == ["a"]
+        assert got["mesh"] == 2
         assert got["groups"] == (rank, 2, 1)
         assert "data parallel" in got["refused"]
 
@@ -363,12 +402,14 @@ def odds_and_ends(rank: int, world: int) -> list[str]:
         x, y = batch(0, rank)
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
-        rows = dict((name, (predicted, measured)) for name, predicted, measured in engine.memory())
+        rows = {name: (predicted, measured) for name, predicted, measured in engine.memory()}
         predicted, measured = rows["optimizer state"]
         seen.append(f"{cls.__name__} {predicted == measured}")
         engine.destroy()
     device = deepspeed.accelerator.get_accelerator()
-    seen.append(f"{device.device_name()} {device.current_device_name()} {device.communication_backend_name()}")
+    seen.append(
+        f"{device.device_name()} {device.current_device_name()} {device.communication_backend_name()}"
+    )
     see_memory_usage("now", force=True)
     seen.append(str(partition_uniform(10, 3)))
     seen.append(str(partition_balanced([1, 1, 1, 7, 1, 1], 3)))
@@ -409,7 +450,11 @@ def test_alone(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     deepspeed.init_distributed(dist_backend="gloo")
     try:
-        assert (dist.get_world_size(), deepspeed.comm.get_rank(), deepspeed.comm.get_local_rank()) == (1, 0, 0)
+        assert (dist.get_world_size(), deepspeed.comm.get_rank(), deepspeed.comm.get_local_rank()) == (
+            1,
+            0,
+            0,
+        )
         engine, *_ = deepspeed.initialize(model=build(), config=config(3))
         x, y = batch(0, 0)
         for _ in range(2):

@@ -252,7 +252,9 @@ def test_debugging_on_one_rank_only(ranks2: RankPool) -> None:
 
 def test_an_unknown_kind_of_debugging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROSHARD_DEBUG", "colectives")
-    with pytest.raises(ConfigError, match="ZEROSHARD_DEBUG='colectives' in the environment is not known.*collectives"):
+    with pytest.raises(
+        ConfigError, match=r"ZEROSHARD_DEBUG='colectives' in the environment is not known.*collectives"
+    ):
         debugs_collectives()
     monkeypatch.setenv("ZEROSHARD_DEBUG", "collectives")
     monkeypatch.setenv("ZEROSHARD_DEBUG_TIMEOUT", "soon")
@@ -294,7 +296,10 @@ def late(rank: int, world: int, case: Callable[..., None], shared: bool) -> tupl
 LATE: dict[Callable[..., None], tuple[tuple[int, ...], list[str]]] = {
     # who times out, and what it says
     waits: ((0,), ["rank 1: in no collective, at ", "in waits", "rank 1 is slower", "longer time-out"]),
-    one_forward_more: ((0, 1), ["rank 1: waits in step for sum_to_host", "'blocks.0' (blocks.0.linear.weight"]),
+    one_forward_more: (
+        (0, 1),
+        ["rank 1: waits in step for sum_to_host", "'blocks.0' (blocks.0.linear.weight"],
+    ),
 }
 
 

@@ -45,7 +45,9 @@ def measured(rank: int, world: int, config: dict[str, Any], tied: bool) -> list[
     return [before, after]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "plain"])
 def test_estimate_equals_what_is_measured(ranks2: RankPool, stage: int, dtype: str, tied: bool) -> None:
     config = settings(stage, dtype)

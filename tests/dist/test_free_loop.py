@@ -194,7 +194,9 @@ def activation_hooks(rank: int, world: int, stage: int) -> float:
     for name in ("model", "reference"):
         net, log = getattr(pair, name), logs[name]
         net.blocks[0].register_forward_hook(lambda module, args, out: out * 2)
-        net.blocks[1].register_full_backward_hook(lambda module, gin, gout, log=log: log.append(gout[0].clone()))
+        net.blocks[1].register_full_backward_hook(
+            lambda module, gin, gout, log=log: log.append(gout[0].clone())
+        )
         net.blocks[1].up.register_full_backward_pre_hook(lambda module, gout: (gout[0] * 0.5,))
 
     def loss_of(net: Any, step: int, at: int, log: list[Tensor]) -> Tensor:
@@ -259,7 +261,9 @@ def batch_size_changes(rank: int, world: int, stage: int) -> float:
 def window_cut_by_boundary(rank: int, world: int, stage: int) -> float:
     """The boundary is forced, before the last backward or after it; later windows are whole again."""
     pair = Pair.of(rank, world, stage, gradient_accumulation_steps=4)
-    for step, (micros, when) in enumerate([(4, ""), (2, "before"), (4, ""), (3, "after"), (1, "before"), (4, "")]):
+    for step, (micros, when) in enumerate(
+        [(4, ""), (2, "before"), (4, ""), (3, "after"), (1, "before"), (4, "")]
+    ):
         if when == "before":
             pair.engine.set_gradient_accumulation_boundary(False)
         for micro in range(micros):
@@ -288,9 +292,7 @@ def window_cut_by_step(rank: int, world: int, stage: int) -> float:
 
 def unmanaged(rank: int, world: int, stage: int) -> float:
     """`managed_gradient_accumulation` false: `step` updates whenever it is called; windows of any length."""
-    pair = Pair.of(
-        rank, world, stage, gradient_accumulation_steps=3, managed_gradient_accumulation=False
-    )
+    pair = Pair.of(rank, world, stage, gradient_accumulation_steps=3, managed_gradient_accumulation=False)
     for step, micros in enumerate((3, 1, 4)):
         for micro in range(micros):
             pair.engine.backward(mean_square(pair.engine, step, rank, micro=micro))
@@ -308,7 +310,9 @@ def no_sync_managed(rank: int, world: int, stage: int) -> float:
         for micro in range(4):
             with pair.engine.no_sync() if micro < 3 else contextlib.nullcontext():
                 pair.engine.backward(mean_square(pair.engine, step, rank, micro=micro))
-                pair.everybody(lambda net, at, m=micro, s=step: mean_square(net, s, at, micro=m), factor=1 / 4)
+                pair.everybody(
+                    lambda net, at, m=micro, s=step: mean_square(net, s, at, micro=m), factor=1 / 4
+                )
             pair.engine.step()
         pair.update()
     return pair.finish()
@@ -348,7 +352,8 @@ def schedule_after(rank: int, world: int, stage: int) -> float:
 
     pair = Pair.of(rank, world, stage, optimizer_fn=groups)
     schedules = [
-        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in (pair.optimizer, pair.expected)
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for optimizer in (pair.optimizer, pair.expected)
     ]
     for step in range(4):
         mean_square(pair.model, step, rank).backward()

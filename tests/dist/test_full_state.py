@@ -1,4 +1,5 @@
-"""`state_dict` and `load_state_dict` after `initialize`: full tensors out and in at every stage, as of a plain model."""
+"""`state_dict` and `load_state_dict` after `initialize`: full tensors out and in at every stage, as of a plain
+model."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def saved(rank: int, world: int, stage: int, precision: str) -> None:
     assert sharded_again(pair)
     # Tied names share one tensor; all others have memory of their own, so any library can write them.
     assert state["head.weight"] is state["embed.weight"]
-    places = [v.data_ptr() for k, v in state.items() if isinstance(v, Tensor) and k != "head.weight" and v.numel()]
+    places = [
+        v.data_ptr() for k, v in state.items() if isinstance(v, Tensor) and k != "head.weight" and v.numel()
+    ]
     assert len(set(places)) == len(places)
     assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.values() if isinstance(v, Tensor))
     # Of a part, with a prefix, into a dict that is there.
@@ -100,7 +103,10 @@ def saved(rank: int, world: int, stage: int, precision: str) -> None:
     assert model.blocks[0].state_dict(destination=mine, prefix="x.") is mine
     part = {key.removeprefix("blocks.0."): v for key, v in expected.items() if key.startswith("blocks.0.")}
     same({key: v for key, v in mine.items() if key != "other"}, part, "x.")
-    same(model.blocks[0].up.state_dict(), {k.removeprefix("up."): v for k, v in part.items() if k.startswith("up.")})
+    same(
+        model.blocks[0].up.state_dict(),
+        {k.removeprefix("up."): v for k, v in part.items() if k.startswith("up.")},
+    )
     # keep_vars gives parameters, but not those that train.
     kept = model.state_dict(keep_vars=True)
     assert isinstance(kept["blocks.0.up.weight"], nn.Parameter)
@@ -125,7 +131,7 @@ def saved(rank: int, world: int, stage: int, precision: str) -> None:
             same(model.state_dict(), plain_now)
         free = copy.deepcopy(model)
     model.train()
-    free.load_state_dict({key: value for key, value in free.state_dict().items()})
+    free.load_state_dict(dict(free.state_dict().items()))
     same(free.state_dict(), plain_now)
     # On one rank only, on the CPU.
     whole = engine.full_state_dict()
@@ -345,7 +351,7 @@ def test_save_pretrained(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
 
 
 def tied(rank: int, world: int, stage: int) -> float:
-    """Still one weight after ten steps, in the state dict, and loaded back; its gradient is the sum of both uses."""
+    """Still one weight after ten steps, in the state dict, and loaded; its gradient is the sum of both uses."""
     pair = Pair.of(rank, world, stage, Odd, sgd)
     for step in range(10):
         pair.engine.backward(pair.engine(tokens(step, 0, rank)))
@@ -371,7 +377,7 @@ def test_tied_weights_stay_tied(ranks2: RankPool, stage: int) -> None:
 
 
 def loaded_inside(rank: int, world: int, stage: int, modifier: int | None) -> float:
-    """Loading inside of `gathered`: it reaches shards and masters by itself, so it is no edit without a modifier."""
+    """Loading inside of `gathered`: it reaches shards and masters by itself, and is no edit without a modifier."""
     pair = trained(rank, world, stage)
     state = pair.model.state_dict()
     halved = {key: value / 2 if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import Odd, features, tokens
 from pairs import Net, Pair, adamw, attempt, config, momentum
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard
 from zeroshard.assembly import build_engine, policy_of
@@ -125,7 +125,10 @@ def test_between_shard_groups_only_the_gradient_of_a_shard_is_averaged(ranks4: R
             assert across.pop("all_reduce") == (len(buckets), 4 * sum(shard for _, shard in buckets))
             assert set(across) == {"sum_to_host"}
             assert across["sum_to_host"][0] == 1
-            assert step["reduce", "reduce_scatter"] == (2 * len(buckets), 8 * sum(full for full, _ in buckets))
+            assert step["reduce", "reduce_scatter"] == (
+                2 * len(buckets),
+                8 * sum(full for full, _ in buckets),
+            )
 
 
 def test_after_the_first_gather_of_a_step_second_shards_are_read(ranks4: RankPool) -> None:
@@ -209,7 +212,7 @@ def bills(rank: int, world: int, zero: dict[str, Any]) -> list[tuple[str, int | 
 
 
 def test_the_bill_shows_both(ranks4: RankPool) -> None:
-    by_axis = [dict((row[0], row[1:]) for row in ranks4.run(bills, zero)[0]) for zero in ({}, HPZ, MICS)]
+    by_axis = [{row[0]: row[1:] for row in ranks4.run(bills, zero)[0]} for zero in ({}, HPZ, MICS)]
     for bill in by_axis:
         predicted, measured = bill["parameters"]
         assert predicted == measured

@@ -273,7 +273,11 @@ def put_together(rank: int, world: int) -> list[str]:
     for keep_vars in (False, True):
         state = model.state_dict(keep_vars=keep_vars)
         wrong += ["keys"] * (list(state) != list(expected.state_dict()))
-        wrong += [n for n, v in expected.state_dict().items() if (v.shape, v.dtype) != (state[n].shape, state[n].dtype)]
+        wrong += [
+            n
+            for n, v in expected.state_dict().items()
+            if (v.shape, v.dtype) != (state[n].shape, state[n].dtype)
+        ]
     addresses = {p.data_ptr() for p in model.parameters()}
     wrong += ["addresses"] * (0 in addresses or len(addresses) != len(list(model.parameters())))
     twin = copy.deepcopy(model.blocks[1])
@@ -285,6 +289,8 @@ def put_together(rank: int, world: int) -> list[str]:
 
 def test_names_shapes_and_copies_before_there_is_an_engine(ranks2: RankPool) -> None:
     assert ranks2.run(put_together) == [[], []]
+
+
 def converted(rank: int, world: int) -> list[str]:
     """`module.to` needs no elements: what each rank keeps is converted, before an engine and with one."""
     expected, model = built(Odd, rank)
@@ -355,7 +361,9 @@ def inside_again(rank: int, world: int) -> list[str]:
     other = Odd()
     with zeroshard.Init():
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        wrong += [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
+        wrong += [
+            name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])
+        ]
         twin = copy.deepcopy(model)
         model.load_state_dict(other.state_dict())
         with torch.no_grad():
@@ -475,7 +483,9 @@ def test_gathered_parameters_before_initialize(ranks2: RankPool, under_init: boo
         for way in ("in place", "data"):
             kind, message = found[way]
             assert kind == "ShardedAccessError"
-            assert "edited inside GatheredParameters without modifier_rank. Likely: the edit is meant" in message
+            assert (
+                "edited inside GatheredParameters without modifier_rank. Likely: the edit is meant" in message
+            )
             assert "writes to a parameter in place" in message
         assert found["exception"] == ("KeyError", "'mine'")
         assert found["rank"] == ("StateError", "modifier_rank is 9; the group has ranks 0 to 1")

@@ -1,4 +1,5 @@
-"""Weights from files: the same values as a plain load, wherever the model is on its way, or an error on all ranks."""
+"""Weights from files: the same values as a plain load, wherever the model is on its way, or an error on all
+ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def load_early(rank: int, world: int, path: str, expected: nn.Module) -> list[st
         wrong += ["sharded"] * (any(sharded) if make is makers[-1] else not all(sharded))
         with GatheredParameters(model):
             named = zip(model.named_parameters(), expected.parameters(), strict=True)
-            wrong += [f"{make.__name__}: {name}" for (name, p), q in named if not torch.equal(p, q.to(p.dtype))]
+            wrong += [
+                f"{make.__name__}: {name}" for (name, p), q in named if not torch.equal(p, q.to(p.dtype))
+            ]
         buffers = zip(model.named_buffers(), expected.buffers(), strict=True)
         wrong += [name for (name, p), q in buffers if not torch.equal(p, q)]
     return wrong
@@ -164,9 +167,15 @@ def test_on_one_rank_and_without_the_names_of_a_wrapper(
 MISFITS: dict[str, tuple[Any, str]] = {
     "missing": (lambda s: s.pop("scale"), "missing 'scale'; unexpected nothing. Pass strict=False"),
     "unexpected": (lambda s: s.update(other=torch.ones(1)), "missing nothing; unexpected 'other'"),
-    "shape": (lambda s: s.update(scale=torch.ones(8)), "'scale' has shape (8,); 'scale' of the model has (7,)"),
+    "shape": (
+        lambda s: s.update(scale=torch.ones(8)),
+        "'scale' has shape (8,); 'scale' of the model has (7,)",
+    ),
     "dtype": (lambda s: s.update(scale=torch.ones(7, dtype=torch.int32)), "'scale' has dtype torch.int32"),
-    "tied": (lambda s: s.update({"head.weight": torch.ones(11, 7)}), "'embed.weight' and 'head.weight' differ"),
+    "tied": (
+        lambda s: s.update({"head.weight": torch.ones(11, 7)}),
+        "'embed.weight' and 'head.weight' differ",
+    ),
     "one rank": (None, "does not exist"),
     "other files": (None, "ranks load different files or models"),
 }
@@ -199,15 +208,15 @@ def test_files_that_do_not_fit(ranks2: RankPool, tmp_path: Path, kind: str) -> N
         state["scale"] = torch.ones(7, dtype=torch.float64)
     save_file(state, tmp_path / "bad.safetensors")
     bad = str(tmp_path / "bad.safetensors")
-    other = {"one rank": str(tmp_path / "nowhere"), "other files": str(tmp_path / "good.safetensors")}.get(kind)
+    other = {"one rank": str(tmp_path / "nowhere"), "other files": str(tmp_path / "good.safetensors")}.get(
+        kind
+    )
     for rank, (*errors, early, late) in enumerate(ranks2.run(misfit, bad, other)):
         assert (early, late) == ([], [])
         for error, text in errors:
             assert error == "CheckpointError"
             if kind == "one rank" and rank == 0:
-                assert text == (
-                    "another rank could not load, and nothing was written; its message says why"
-                )
+                assert text == ("another rank could not load, and nothing was written; its message says why")
             else:
                 assert message in text
 

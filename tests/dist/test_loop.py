@@ -272,9 +272,7 @@ def existing_state(rank: int, world: int, stage: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         optimizers.append(optimizer)
-    engine, optimizer, _, _ = zeroshard.initialize(
-        model=model, optimizer=optimizers[1], config=config(stage)
-    )
+    engine, optimizer, _, _ = zeroshard.initialize(model=model, optimizer=optimizers[1], config=config(stage))
     for step in range(3):
         engine.backward(engine(features(step, 0, rank)).square().mean())
         engine.step()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard
+from zeroshard.assembly import build_engine
 from zeroshard.comm import FakeCollectives
 from zeroshard.config import parse, resolve_batch
-from zeroshard.assembly import build_engine
 from zeroshard.materialize import Groups
 from zeroshard.testing import RankPool
 
@@ -61,12 +61,13 @@ def measure(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine.backward(engine(features(step, 0, rank)))
         engine.step()
     counted = {
-        "parameters": sum(
-            (b.full if b.layout.resident else b.shard).nbytes for b in engine._states.buffers
-        ),
+        "parameters": sum((b.full if b.layout.resident else b.shard).nbytes for b in engine._states.buffers),
         "full buffers": sum(b.full.untyped_storage().nbytes() for b in engine._states.buffers),
         "optimizer state": sum(
-            v.nbytes for s in engine.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()
+            v.nbytes
+            for s in engine.optimizer.state.values()
+            for v in s.values()
+            if torch.is_tensor(v) and v.dim()
         ),
     }
     result = {
@@ -83,9 +84,7 @@ def measure(rank: int, world: int, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
-def test_bytes_equal_the_formula_plus_padding(
-    request: pytest.FixtureRequest, world: int, stage: int
-) -> None:
+def test_bytes_equal_the_formula_plus_padding(request: pytest.FixtureRequest, world: int, stage: int) -> None:
     pool: RankPool = request.getfixturevalue(f"ranks{world}")
     results = pool.run(measure, stage)
     for result in results:
@@ -99,8 +98,10 @@ def test_bytes_equal_the_formula_plus_padding(
         assert measured["parameters"] == result["counted"]["parameters"]
         assert result["counted"]["full buffers"] == (0 if stage == 3 else padded["parameters"])
         assert measured["gathered peak"] <= (predicted["gathered peak"] or 0)
-        assert measured["update peak"] == predicted["update peak"] == measured["gradients"] * (
-            2 if stage >= 2 else 2 / world if stage else 2
+        assert (
+            measured["update peak"]
+            == predicted["update peak"]
+            == measured["gradients"] * (2 if stage >= 2 else 2 / world if stage else 2)
         )
         exact = formula(stage, parameters, world)["parameters"]
         assert result["padding bytes"] == pytest.approx(padded["parameters"] - exact, abs=len(results) * 8)
@@ -167,7 +168,10 @@ def tiled(rank: int, world: int, kind: str, limit: int) -> dict[str, Any]:
     """Weights, what the optimizer saw and the peak of a few steps under a limit of `sub_group_size`."""
     torch.manual_seed(0)
     model = Stack(6, 5, 3)
-    groups = [{"params": [*model.blocks[0].parameters()], "lr": 1e-2}, {"params": [*model.blocks[1:].parameters()]}]
+    groups = [
+        {"params": [*model.blocks[0].parameters()], "lr": 1e-2},
+        {"params": [*model.blocks[1:].parameters()]},
+    ]
     made = getattr(torch.optim, kind)(groups, lr=1e-3, **({} if kind == "SGD" else {"foreach": True}))
     zero = {**config(3)["zero_optimization"], "sub_group_size": limit}
     engine, optimizer, _, _ = zeroshard.initialize(

@@ -98,7 +98,10 @@ def test_muon_from_the_config(ranks2: RankPool, stage: int) -> None:
     "scheduler",
     [
         {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
-        {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}},
+        {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2},
+        },
         {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
     ],
     ids=lambda scheduler: scheduler["type"],
@@ -134,4 +137,3 @@ def test_every_loop_with_a_loss_scale(ranks2: RankPool, stage: int, loop: str) -
 def test_an_unknown_loop_is_named(ranks2: RankPool) -> None:
     with pytest.raises(ValueError, match="'mangaed' is not known; choose one of managed, plain"):
         assert_parity(Wide, features, config(0), pool=ranks2, loop="mangaed")
-

@@ -1,4 +1,5 @@
-"""`optimizer.load_state_dict` on a sharded model: state of whole parameters, as plain PyTorch saves it, and its own."""
+"""`optimizer.load_state_dict` on a sharded model: state of whole parameters, as plain PyTorch saves it, and its
+own."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def pair_of(rank: int, world: int, stage: int, model_fn: Any, **more: Any) -> Pa
     return Pair(rank, world, engine, optimizer, model, reference, adamw(reference))
 
 
-def trained(rank: int, world: int, stage: int, model_fn: Any, mixed: bool) -> tuple[float, list[str], set[str]]:
+def trained(
+    rank: int, world: int, stage: int, model_fn: Any, mixed: bool
+) -> tuple[float, list[str], set[str]]:
     """(distance from plain PyTorch, how the packed weight describes itself while sharded, dtypes of buckets)."""
     # bf16 with norms that stay fp32; the reference computes in fp32, so only the distance tells them apart.
     more = {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["norm"]}} if mixed else {}
@@ -125,8 +127,13 @@ def trained(rank: int, world: int, stage: int, model_fn: Any, mixed: bool) -> tu
         pair.engine.step()
         pair.update()
     weight, expected = pair.model.blocks[1].base.weight, pair.reference.blocks[1].base.weight
-    said = [str(x) for x in (tuple(weight.shape), weight.dtype, weight.device, weight.requires_grad, weight.nbytes)]
-    assert said == [str(x) for x in (tuple(expected.shape), expected.dtype, expected.device, False, expected.nbytes)]
+    said = [
+        str(x)
+        for x in (tuple(weight.shape), weight.dtype, weight.device, weight.requires_grad, weight.nbytes)
+    ]
+    assert said == [
+        str(x) for x in (tuple(expected.shape), expected.dtype, expected.device, False, expected.nbytes)
+    ]
     assert isinstance(weight, type(expected))
     assert getattr(weight, "levels", 0) == getattr(expected, "levels", 0)
     assert torch.equal(weight.scale, expected.scale)
@@ -185,7 +192,9 @@ def edited(rank: int, world: int, stage: int) -> list[tuple[str, str]]:
         attempt(lambda: zeroshard.safe_get_full_grad(weight)),
         attempt(lambda: zeroshard.safe_get_full_optimizer_state(weight, "exp_avg")),
         attempt(lambda: weight.requires_grad_(True)),
-        attempt(lambda: weight + 1) if stage == 3 else ("ShardedAccessError", "'blocks.0.base.weight' gathered"),
+        attempt(lambda: weight + 1)
+        if stage == 3
+        else ("ShardedAccessError", "'blocks.0.base.weight' gathered"),
     ]
     pair.engine.close()
     return found
@@ -226,4 +235,6 @@ def test_packed_weights_do_not_train(ranks2: RankPool) -> None:
     for found in ranks2.run(trains_packed):
         assert [kind for kind, _ in found] == ["ModelError", "StateError"]
         for _, message in found:
-            assert "'blocks.1.base.weight' holds packed float8_e4m3fn values, which cannot be trained" in message
+            assert (
+                "'blocks.1.base.weight' holds packed float8_e4m3fn values, which cannot be trained" in message
+            )

@@ -53,7 +53,7 @@ def test_autocast_equals_autocast(ranks2: RankPool, stage: int, dtype: str) -> N
     assert_parity(Net, features, settings, optimizer_fn=sgd, pool=ranks2, tolerance=FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_everything_in_bf16(ranks2: RankPool, stage: int) -> None:
     """Masters and moments too: as plain bf16 PyTorch, up to the rounding of each step's bf16 gradient."""
     settings = config(
@@ -101,7 +101,7 @@ def memory_of_states(rank: int, world: int, stage: int) -> tuple[int, int, set[s
     return bill["master"], bill["optimizer state"], dtypes
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_states_take_two_bytes(ranks2: RankPool, stage: int) -> None:
     elements = sum(p.numel() for p in Net().parameters())
     results = ranks2.run(memory_of_states, stage)
@@ -252,7 +252,10 @@ def two_scales(rank: int, world: int, stage: int, managed: bool) -> tuple[float,
         (plain_judge(plain_maker(features(0, 0, other)))["logits"].square().mean() / world).backward()
     for engine, plain in ((first, plain_maker), (second, plain_judge)):
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        pairs = [(engine.full_fp32(p), q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)]
+        pairs = [
+            (engine.full_fp32(p), q)
+            for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)
+        ]
         moved = max(float((0.1 * q.grad).abs().max()) for _, q in pairs if q.grad is not None)
         errors.append(max(float((p - q).abs().max()) for p, q in pairs) / moved)
         engine.close()
@@ -296,9 +299,7 @@ def overflow_on_rank_1(rank: int, world: int, stage: int) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ticks = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     settings = config(stage, fp16=fp16(hysteresis=1, loss_scale_window=2))
-    engine, *_ = zeroshard.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=ticks, config=settings
-    )
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=ticks, config=settings)
     seen = []
     for step in range(5):
         loss = engine(features(step, 0, rank))
@@ -470,7 +471,7 @@ def exchanges(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Any
     return count, norm
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_norm_and_overflow_cost_no_exchange_of_their_own(ranks2: RankPool, stage: int) -> None:
     bare = config(stage)
     bare["zero_optimization"]["compute_grad_norm"] = False

@@ -119,7 +119,9 @@ def two_engines(rank: int, world: int, stage: int) -> float:
     engines[0].backward(loss_of(engines[1](engines[0](x))), tokens=x.shape[0])
     for engine in engines:
         engine.step()
-    loss_of(references[1](references[0](torch.cat([batch(0, 0, other) for other in range(world)])))).backward()
+    loss_of(
+        references[1](references[0](torch.cat([batch(0, 0, other) for other in range(world)])))
+    ).backward()
     worst = 0.0
     for engine, reference in zip(engines, references, strict=True):
         sgd(reference).step()

@@ -1,5 +1,5 @@
-"""Frozen parameters cost nothing but themselves; `requires_grad` may change between steps, and means what it means in
-plain PyTorch."""
+"""Frozen parameters cost nothing but themselves; `requires_grad` may change between steps, and means what it
+means in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def toggled(rank: int, world: int, stage: int, precision: str, groups: str) -> f
         ):
             state = pair.expected.state.get(theirs)
             if not state:
-                assert attempt(lambda p=ours: zeroshard.safe_get_full_optimizer_state(p, "exp_avg"))[0] == "StateError"
+                assert (
+                    attempt(lambda p=ours: zeroshard.safe_get_full_optimizer_state(p, "exp_avg"))[0]
+                    == "StateError"
+                )
                 continue
             moment = zeroshard.safe_get_full_optimizer_state(ours, "exp_avg")
             worst = max(worst, float((moment - state["exp_avg"]).abs().max()))
@@ -210,7 +213,9 @@ def test_unfrozen_on_one_rank_only() -> None:
     with RankPool(2) as pool:
         for stage, threshold in [(0, 0), (1, 0), (3, 0), (3, 10**6)]:
             alone, other = pool.run(one_rank_only, stage, threshold, timeout=20)
-            assert alone.startswith("StateError: parameter 'blocks.0.norm.weight' (5 in all) requires grad on this")
+            assert alone.startswith(
+                "StateError: parameter 'blocks.0.norm.weight' (5 in all) requires grad on this"
+            )
             assert "alike on all ranks" in alone
             assert other != "nothing"
 
@@ -327,5 +332,3 @@ def test_an_optimizer_of_whole_parameters(ranks2: RankPool) -> None:
     for kind, message in ranks2.run(whole):
         assert kind == "StateError"
         assert "cut between ranks, and Muon updates whole parameters" in message
-
-

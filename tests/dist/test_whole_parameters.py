@@ -63,14 +63,16 @@ State = dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]]]]
 
 
 def shapes_of_state(rank: int, world: int, stage: int, section: dict[str, Any]) -> tuple[State, State]:
-    """By place in the groups of a parameter that this rank owns an element of: its slice's shape and those of its state. Then the same
-    of the whole parameters."""
+    """By place in the groups of a parameter that this rank owns an element of: its slice's shape and those of its
+    state. Then the same of the whole parameters."""
     torch.manual_seed(0)
     model = Net()
     named = list(model.named_parameters())
     whole: State = {name: (tuple(parameter.shape), {}) for name, parameter in named}
     optimizer = Unknown(model.parameters()) if not section else None
-    settings = config(stage, **({"optimizer": section} if section else {"zero_allow_untested_optimizer": True}))
+    settings = config(
+        stage, **({"optimizer": section} if section else {"zero_allow_untested_optimizer": True})
+    )
     engine, made, _, _ = zeroshard.initialize(model=model, optimizer=optimizer, config=settings)
     train(engine, rank)
     by_shape: State = {}
@@ -167,7 +169,7 @@ def existing_state(rank: int, world: int, stage: int, name: str) -> tuple[float,
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Unknown"])
-@pytest.mark.parametrize("stage", (0, *SHARDED))
+@pytest.mark.parametrize("stage", [0, *SHARDED])
 def test_state_from_before_goes_to_the_owner(ranks2: RankPool, stage: int, name: str) -> None:
     found = ranks2.run(existing_state, stage, name)
     assert max(distance for distance, _ in found) <= 1e-6
@@ -181,7 +183,9 @@ def refused(rank: int, world: int) -> None:
 
 
 def test_an_untested_optimizer_is_refused_unless_allowed(ranks2: RankPool) -> None:
-    with pytest.raises(RunFailedError, match="optimizer Unknown is not known to work element by element") as error:
+    with pytest.raises(
+        RunFailedError, match="optimizer Unknown is not known to work element by element"
+    ) as error:
         ranks2.run(refused)
     assert isinstance(error.value.__cause__, ModelError)
 
