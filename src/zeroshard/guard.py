@@ -341,7 +341,7 @@ class ShardedParameter(nn.Parameter):
         if answer is not None and isinstance(args[0], ShardedParameter):
             return answer(home_of(args[0]).shape, *args[1:], **kwargs)
         if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 converted = func(*args, **kwargs)
             if converted is args[0] or (_converts_module() and home_of(args[0]).convert(converted)):
                 return args[0]

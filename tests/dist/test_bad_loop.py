@@ -159,7 +159,7 @@ def gradient_given_by_hand(rank: int, world: int, stage: int) -> Case:
 def moved(rank: int, world: int, stage: int) -> Case:
     pair = Pair.of(rank, world, stage)
     assert pair.engine.to("cpu") is pair.engine.to(torch.device("cpu:0"), torch.float32) is pair.engine
-    pair.engine.module.to(torch.device("cpu", 0), torch.float32)  # nothing to do, sharded or not
+    pair.engine.module.to(torch.device("cpu"), torch.float32)  # nothing to do, sharded or not
     return closing(pair, lambda: pair.engine.to(torch.bfloat16))
 
 
