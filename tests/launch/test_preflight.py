@@ -45,3 +45,4 @@ def test_an_answer_is_found_among_what_a_shell_prints() -> None:
         '"port_taken": false, "knows_master": true}'
     )
     assert read_answer(f"Welcome!\n{line}\nbye\n") == GOOD
+    assert read_answer(f"no end of line{line}\n") == GOOD
