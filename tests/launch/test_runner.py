@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zeroshard.launch import child
+from zeroshard.launch import child, runner
 from zeroshard.launch.failures import describe_failure, exit_status
 
 LIMIT_SECONDS = 60
@@ -228,6 +228,21 @@ def test_the_exit_status_is_the_ranks_though_nobody_reads(
     assert launcher.stderr is not None
     launcher.stderr.close()
     assert launcher.wait(LIMIT_SECONDS) == 7
+
+
+def test_until_ranks_start_ctrl_c_ends_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt would come out of torch's threads as some other error."""
+    found: list[object] = []
+
+    def launch(config: object, python: str) -> Callable[..., None]:
+        found.append(signal.getsignal(signal.SIGINT))
+        return lambda *words: None
+
+    monkeypatch.setattr(runner, "elastic_launch", launch)
+    before = signal.getsignal(signal.SIGINT)
+    assert runner.run_node(runner.Node(("true",), 1)) == 0
+    assert found == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:

@@ -114,7 +114,7 @@ def test_output_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom zeroshard.launch.remote import Start\n"
         "from zeroshard.launch.sessions import run_starts\n"
-        "words = 'sh', '-c', 'head -c 300000 /dev/zero; touch done'\n"
+        "words = 'sh', '-c', 'yes | head -c 300000; touch done'\n"
         "sys.exit(run_starts([Start('a', words, listens=True)], os.environ, '.'))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE)

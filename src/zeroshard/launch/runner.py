@@ -84,13 +84,12 @@ def run_node(node: Node) -> int:
             _run_to_the_end(node, output)
         except ChildFailedError as error:
             return _tell_failure(node, error, output, peers)
-        except (SignalException, KeyboardInterrupt) as stop:
+        except SignalException as stop:
             if peers is not None and peers.status is not None:
                 return peers.status
-            received = getattr(stop, "sigval", signal.SIGINT)
             tell = log.debug if node.record_failures else log.error
-            tell("stopped by %s; all ranks have ended", signal.Signals(received).name)
-            return 128 + received
+            tell("stopped by %s; all ranks have ended", signal.Signals(stop.sigval).name)
+            return 128 + stop.sigval
         except (RendezvousError, DistError) as error:
             place, reason = node.place, str(error.__cause__ or error).partition("\n")[0]
             raise LaunchError(f"the hosts did not meet at {place.address}:{place.port}: {reason}") from error
@@ -121,15 +120,15 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
     one ends that wait too, and a rank that listens to neither would go on alone.
     """
     already_there = child_processes()
-    if not node.place.alone:
-        # Until all hosts have come, torch waits in C++, where Python's own answer to a Ctrl-C is not heard.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Until torchrun starts ranks and answers Ctrl-C itself, there is nothing to end but this process. It may wait
+    # for other hosts in C++, where Python's own answer is not heard, or start a thread, where it is another error.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = "/".join(",".join(map(str, part)) for part in node.cores) if node.cores else "-"
     python, *first = child.start_through_child("SIGKILL", "${local_rank}", cores)
     try:
         elastic_launch(_launch_config(node, output), python)(*first, *node.command)
     finally:
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         for pid in child_processes() - already_there:
             kill_session(pid)
         output.finish()
