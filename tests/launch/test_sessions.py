@@ -206,19 +206,28 @@ def test_what_had_to_be_killed_is_named(
     )
 
 
+# The force that ends it at last comes after seconds, which are nothing on a machine under load. It is for "stuck"
+# alone, where the main thread is in C and never comes back.
 LIFELINE = """
-import os, signal, sys, time
-from zeroshard.launch import lifeline
+import ctypes, os, signal, sys, time
+from zeroshard.launch import lifeline, processes
+state, beats = sys.argv[1:]
 lifeline._SILENCE_SECONDS = 2.0
-if sys.argv[1] == "ranks":
+processes._SECONDS_TO_LEAVE = 0.2 if state == "stuck" else 1000.0
+if state != "no ranks":
     def stop(number, frame):
         print("stopped by", signal.Signals(number).name, flush=True)
         sys.exit(9)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-lifeline.hold_lifeline(beats=sys.argv[2] == "beats")
+lifeline.hold_lifeline(beats=beats == "beats")
 assert os.read(0, 1) == b""  # the ranks read nothing there
-time.sleep(30)
+if state == "stuck":
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+for _ in range(300):
+    time.sleep(0.1)  # as torchrun, which looks after its ranks
 """
 
 
@@ -237,6 +246,7 @@ time.sleep(30)
             ["stopped by SIGTERM"],
         ),  # pdsh writes nothing; only its end counts
         ("no ranks", "no beats", b"", True, 143, []),
+        ("stuck", "beats", b"SIGTERM\n", False, 143, []),
         ("no ranks", "beats", b"SIGINT\n", False, 130, []),
     ],
 )
