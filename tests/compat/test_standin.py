@@ -137,6 +137,12 @@ def test_it_goes_before_a_real_one_and_is_none_itself(tmp_path: Path) -> None:
     assert alone.returncode == 0, alone.stderr
 
 
+def test_a_folder_of_configs_with_that_name_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    alone = run("import zeroshard.compat as c; assert not c.real_deepspeed_installed()", path=str(tmp_path))
+    assert alone.returncode == 0, alone.stderr
+
+
 def test_what_is_absent_says_so_at_use() -> None:
     done = run(
         """

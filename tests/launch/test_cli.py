@@ -62,6 +62,13 @@ def test_a_mistake_is_one_line_and_status_2(
     assert told in printed.err
 
 
+def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.ds_ssh(["--"]) == 2
+    assert capsys.readouterr().err == "ds_ssh: give a command to run on every host\n"
+    assert cli.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
+    assert capsys.readouterr().err == "ds_ssh: there is no hostfile 'absent'; name one with -f\n"
+
+
 def test_commands_elsewhere_get_their_words_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[list[str]] = []
 

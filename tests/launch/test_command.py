@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from zeroshard import compat
+from zeroshard.errors import LaunchError
 from zeroshard.launch import cli, command
+from zeroshard.launch.cores import cores_here
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture `zeroshard`
 
@@ -96,16 +98,24 @@ def test_the_last_lines_of_the_rank_that_failed(zeroshard: Launch, tmp_path: Pat
 
 
 def test_dry_run_prints_what_each_rank_would_be(zeroshard: Launch, script: str, tmp_path: Path) -> None:
-    done = zeroshard("run", "--dry_run", "-n", "2", "--pass_local_rank", "--no_as_deepspeed", script, "a b")
+    """Pasted into a shell it is what runs."""
+    words = ("-n", "2", "--pass_local_rank", "--as_deepspeed", script, "a b", "$5", "it's")
+    done = zeroshard("run", "--dry_run", *words)
     assert done.returncode == 0
-    assert done.stdout.splitlines() == [
-        "2 ranks on this machine:",
-        "  LOCAL_RANK=0",
-        f"  {sys.executable} -u script.py --local_rank=0 'a b'",
-        "  LOCAL_RANK=1",
-        f"  {sys.executable} -u script.py --local_rank=1 'a b'",
-    ]
+    head, commands = done.stdout.split("\n", maxsplit=1)
+    assert head == "2 ranks on this machine, which meet at 127.0.0.1, port free to choose:"
+    assert commands.count(f"  {sys.executable} -u script.py --local_rank=") == 2
     assert not list(tmp_path.glob("rank?"))
+    bare = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
+    subprocess.run(["sh", "-c", commands], cwd=tmp_path, env=bare, timeout=30, check=True)
+    pasted = reports(tmp_path)
+    assert zeroshard("run", *words).returncode == 0
+    for rank, (shown, seen) in enumerate(zip(pasted, reports(tmp_path), strict=True)):
+        assert shown["args"] == [f"--local_rank={rank}", *words[-3:]]
+        same = "RANK", "args", "PYTHONPATH", "OMP_NUM_THREADS"
+        assert [shown[name] for name in same] == [seen[name] for name in same]
 
 
 def test_the_command_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +137,7 @@ def bad(
     (tmp_path / "malformed").write_text("a slots=2\nb slots\n")
     (tmp_path / "twice").write_text("a slots=2\na slots=2\n")
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe slots=2\n")
     (tmp_path / "bin").mkdir()
 
     def launch(*words: str) -> str:
@@ -150,6 +161,8 @@ def bad(
         (["-H", "malformed", "script.py"], "malformed, line 2: 'b slots' is not of the form"),
         (["-H", "twice", "script.py"], "twice, line 2: host 'a' is there twice"),
         (["-H", "empty", "script.py"], "empty names no host"),
+        (["-H", "binary", "script.py"], "--hostfile binary cannot be read"),
+        (["--no_python", "./script.py"], "'./script.py' may not be executed (chmod +x)"),
         (["-H", "two", "-i", "c", "script.py"], "no host 'c' among 192.0.2.1, 192.0.2.2"),
         (["-H", "two", "-e", "192.0.2.1:2", "script.py"], "has no slot 2; it has 0,1"),
         (["-H", "two", "-i", "a", "-e", "b", "script.py"], "exclude each other"),
@@ -158,7 +171,9 @@ def bad(
         (["--num_nodes", "2", "script.py"], "needs a hostfile"),
         (["--no_ssh", "--num_nodes", "2", "script.py"], "--node_rank is missing"),
         (["-n", "1", "--enable_each_rank_log", "two", "script.py"], "'two' is a file; give a directory"),
-        (["-n", "2", "--bind_core_list", "0", "script.py"], "2 ranks, and only 1 cores"),
+        (["-n", "1", "--enable_each_rank_log", "two/logs", "script.py"], "'two/logs' cannot be made"),
+        (["-n", "2", "--bind_core_list", str(cores_here()[0]), "script.py"], "2 ranks, and only 1 cores"),
+        (["-n", "1", "--bind_core_list", "99999", "script.py"], "core 99999 is not among those"),
         (
             ["-n", "1", "--master_addr", "no-such-host.invalid", "script.py"],
             "cannot resolve 'no-such-host.invalid'",
@@ -210,16 +225,41 @@ def test_slots_become_devices(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for words, devices in (([], "4,5"), (["-i", "localhost:1"], "5"), (["-i", "localhost:1,0"], "5,4")):
         assert cli.main(["run", "--dry_run", "--no_as_deepspeed", *words, "script.py"]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        assert f"  CUDA_VISIBLE_DEVICES={devices}" in [line.replace("'", "") for line in shown]
-        assert len(shown) == 1 + 3 * len(devices.split(","))
+        shown = capsys.readouterr().out.replace("'", "")
+        ranks = len(devices.split(","))
+        assert shown.count(f"  CUDA_VISIBLE_DEVICES={devices} \\\n") == ranks
+        assert shown.count(" -u script.py") == ranks
+
+
+def test_devices_that_are_hidden_are_no_mistake(
+    bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert cli.main(["run", "--dry_run", "-n", "1", "script.py"]) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES=7 names no device"):
+        command.run(["--dry_run", "-n", "1", "script.py"])
+
+
+def test_a_node_rank_without_no_ssh_is_told(
+    bad: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "--dry_run", "-n", "1", "--node_rank", "0", "script.py"]) == 0
+    assert "zeroshard: --node_rank 0 has no effect without --no_ssh\n" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks die with their agent on Linux")
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, clean_environment: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     words = [sys.executable, "-m", "zeroshard", "run", "-n", "1", "script.py"]
-    launcher = subprocess.Popen(words, cwd=tmp_path, env=clean_environment, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "temporary").mkdir()
+    environment = clean_environment | {"TMPDIR": str(tmp_path / "temporary")}
+    launcher = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     rank = int(launcher.stdout.readline())
     launcher.send_signal(signal.SIGKILL)
@@ -229,3 +269,4 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, clean_environm
         os.kill(rank, signal.SIGKILL)
         raise
     assert left == ""
+    assert not list((tmp_path / "temporary").iterdir())

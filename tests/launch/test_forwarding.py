@@ -64,6 +64,18 @@ def test_the_file_may_have_another_name(home: Path, here: Path) -> None:
     assert forwarded_environment({"DS_ENV_FILE": str(home / "whole")}, home, here)["A"] == "whole"
 
 
+def test_names_that_no_shell_would_make(here: Path) -> None:
+    """accelerate writes its whole environment into the file."""
+    (here / "e").write_text("a.b-c=1\nBASH_FUNC_x%%=2\nProgramFiles(x86)=3\n")
+    assert read_environment_file(here / "e") == {"a.b-c": "1", "BASH_FUNC_x%%": "2", "ProgramFiles(x86)": "3"}
+
+
+def test_a_file_that_is_no_text_is_named(here: Path) -> None:
+    (here / "e").write_bytes(b"A=\xff\n")
+    with pytest.raises(LaunchError, match="e cannot be read"):
+        read_environment_file(here / "e")
+
+
 @pytest.mark.parametrize("line", ["A", "=x", "two words=x", "1A=x"])
 def test_a_bad_line_is_named(here: Path, line: str) -> None:
     (here / "e").write_text(f"B=1\n{line}\n")

@@ -34,6 +34,7 @@ def test_a_hostfile_keeps_its_order() -> None:
         ("a slots=two", "line 1: 'a slots=two' is not of the form"),
         ("a slots=-1", "is not of the form"),
         ("a slots=2 b slots=2", "is not of the form"),
+        ("-oProxyCommand=x slots=1", "is not of the form"),  # ssh would take it for an option
         ("a slots=0", "line 1: host 'a' has 0 slots"),
         ("a slots=2\n\na slots=4", "f, line 3: host 'a' is there twice"),
     ],
@@ -56,6 +57,13 @@ def test_a_bad_line_is_named(text: str, told: str) -> None:
 )
 def test_filters(include: str, exclude: str, chosen: Hosts) -> None:
     assert list(select_hosts(POOL, include, exclude).items()) == list(chosen.items())
+
+
+def test_addresses_with_colons_in_a_filter() -> None:
+    pool: Hosts = {"fd00::1": (0, 1), "fd00::2": (0, 1)}
+    assert select_hosts(pool, include="fd00::2:1@fd00::1") == {"fd00::1": (0, 1), "fd00::2": (1,)}
+    with pytest.raises(LaunchError, match="no host 'fd00:'"):
+        select_hosts(pool, include="fd00::3")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,10 @@ def test_the_first_hosts_and_slots() -> None:
     assert first_hosts(POOL, None, None) == POOL
     with pytest.raises(LaunchError, match="--num_nodes 4: there are 3 hosts"):
         first_hosts(POOL, 4, None)
+    assert first_hosts(POOL, 2, 4) == {
+        "worker-2": (0, 1, 2, 3),
+        "worker-1": (0, 1, 2, 3),
+    }  # not of the others
     with pytest.raises(LaunchError, match=r"--num_gpus 3: host '10\.0\.0\.7' has 2 slots"):
         first_hosts(POOL, None, 3)
 

@@ -38,6 +38,10 @@ def parse(line: str, **defaults: object) -> dict[str, object]:
         ("-q t.py", {"log_level": "error"}),
         ("--log_level WARNING t.py", {"log_level": "warning"}),
         ("--autotuning= t.py", {"script": "t.py"}),
+        ("--num_gpu 4 t.py", {"num_gpus": 4}),  # an abbreviation
+        ("--enable_each_rank_log None t.py", {"enable_each_rank_log": None}),
+        ("-- t.py -q", {"script": "t.py", "script_args": ["-q"]}),
+        ("-q -- t.py -- -q", {"script": "t.py", "script_args": ["--", "-q"]}),
         (
             "--force_multi --ssh_port 2222 --no_ssh_check --save_pid --venv_script v --enable_each_rank_log d t.py",
             {"force_multi": True, "ssh_port": 2222, "no_ssh_check": True, "save_pid": True, "venv_script": "v",
@@ -48,6 +52,15 @@ def parse(line: str, **defaults: object) -> dict[str, object]:
 def test_command_lines(line: str, expected: dict[str, object]) -> None:
     parsed = parse(line)
     assert {name: parsed[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "words", ["-- --x", "--save out --log debug", "--n 3 --m --no --max 2", "--num_gpu 3", "-n 3 -q -mx"]
+)
+def test_what_follows_the_script_is_the_scripts(words: str) -> None:
+    """Also a word that an option of ours begins with, or several, or the `--` that comes first."""
+    parsed = parse(f"--num_gpus 2 t.py {words}")
+    assert (parsed["num_gpus"], parsed["script_args"]) == (2, words.split())
 
 
 def test_local_rank_is_passed_only_by_the_command_that_always_did() -> None:
@@ -64,6 +77,8 @@ def test_local_rank_is_passed_only_by_the_command_that_always_did() -> None:
     [
         ("", "missing: script"),
         ("--nodes 2 t.py", "--nodes"),
+        ("--master x t.py", "--master"),  # the address or the port?
+        ("--num_gpus 2 --", "missing: script"),
         ("-i a -e b t.py", "--include and --exclude exclude each other"),
         ("-i a --num_gpus 2 t.py", "--include says which hosts and slots; --num_gpus says it again"),
         ("-e a --num_nodes 2 t.py", "--exclude says which hosts and slots; --num_nodes says it again"),

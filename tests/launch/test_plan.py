@@ -8,7 +8,16 @@ import pytest
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.options import parse_options
-from zeroshard.launch.plan import Place, choose_hosts, is_this_machine, master_of, place_in_slurm, place_of
+from zeroshard.launch.plan import (
+    Place,
+    choose_hosts,
+    is_this_machine,
+    master_of,
+    node_bounds,
+    place_in_slurm,
+    place_of,
+    plan_job,
+)
 
 
 @pytest.fixture
@@ -36,8 +45,9 @@ def test_more_hosts_than_there_are(hostfile: str) -> None:
     for count in ("4", "4:6"):
         with pytest.raises(LaunchError, match="--num_nodes 4: there are 3 hosts, a, b, c"):
             choose_hosts(parse_options(["-H", hostfile, "--num_nodes", count, "t.py"]), {})
-    with pytest.raises(LaunchError, match="--num_nodes 2 needs a hostfile"):
-        choose_hosts(parse_options(["-H", "absent", "--num_nodes", "2", "t.py"]), {})
+    for count in ("2", "1:2"):
+        with pytest.raises(LaunchError, match="--num_nodes 2 needs a hostfile"):
+            choose_hosts(parse_options(["-H", "absent", "--num_nodes", count, "t.py"]), {})
     assert choose_hosts(parse_options(["-H", "absent", "t.py"]), {}) is None
 
 
@@ -65,6 +75,22 @@ def test_a_place_by_hand(words: str, place: Place) -> None:
 def test_a_place_from_the_hostfile() -> None:
     options = parse_options(["--no_ssh", "--node_rank", "1", "t.py"])
     assert place_of(options, {}, {"a": (0,), "b": (0, 1)}) == Place(1, 2, 2, "a", 29500)
+
+
+def test_hosts_that_come_and_go_are_those_of_the_hostfile(hostfile: str) -> None:
+    """torch would wait for a fourth one at every start, and node rank 3 would have no line."""
+    options = parse_options(["-H", hostfile, "--num_nodes", "2:9", "t.py"])
+    hosts = choose_hosts(options, {})
+    assert hosts is not None
+    assert node_bounds(options, hosts) == (2, 3)
+    assert all(
+        "--num_nodes=2:3" in command.words for command in plan_job(options, hosts, "pdsh", {}).commands
+    )
+    by_hand = parse_options(["-H", hostfile, "--num_nodes", "2:9", "--no_ssh", "--node_rank", "3", "t.py"])
+    with pytest.raises(LaunchError, match="--node_rank 3 is out of range"):
+        place_of(by_hand, {}, hosts)
+    with pytest.raises(LaunchError, match="srun ends all hosts when one is lost"):
+        plan_job(options, hosts, "slurm", {})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from zeroshard.launch.preflight import find_problems
 from zeroshard.launch.probe import PROBE_PREFIX, Answer, Question, read_answer
@@ -45,3 +53,33 @@ def test_an_answer_is_found_among_what_a_shell_prints() -> None:
         '"port_taken": false, "knows_master": true}'
     )
     assert read_answer(f"Welcome!\n{line}\nbye\n") == GOOD
+    assert read_answer(f"no end of line{line}\n") == GOOD
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent that has ended is noticed on Linux")
+def test_no_question_outlives_who_asks(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho $$ > started && mv started pid && exec sleep 50\n")
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("192.0.2.1 slots=1\n")
+    (tmp_path / "script.py").touch()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "zeroshard", "run", "--launcher", "ssh", "-H", "hosts", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 15
+    try:
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        pid = int((tmp_path / "pid").read_text())
+        launcher.terminate()
+        assert launcher.wait(10) == -signal.SIGTERM
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        launcher.kill()
+        launcher.communicate()

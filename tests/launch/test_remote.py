@@ -80,7 +80,7 @@ def test_a_virtual_environment_is_sourced_and_its_python_taken() -> None:
     line = starts("--venv_script 'my env/activate'", EQUAL, "ssh")[0].words[-1]
     assert line.startswith("exec bash -c ")
     script = shlex.split(line)[3]
-    assert script.startswith(f"source 'my env/activate' && cd '{HERE}' && exec env ")
+    assert script.startswith(f"cd '{HERE}' && source 'my env/activate' && exec env ")
     assert " python -m zeroshard run " in script
     here = starts("--venv_script v --master_addr n", {"localhost": (0,), "node2": (0,)}, "ssh")[0]
     assert here.words[:2] == ("bash", "-c")
@@ -191,6 +191,13 @@ def test_inside_of_an_allocation_srun_is_the_launcher_and_slurm_names_the_hosts(
     assert choose_hosts(options, shell | {"SLURM_STEP_ID": "0"}) is None
 
 
+@pytest.mark.parametrize("option", ["--venv_script", "--ssh_port"])
+def test_what_only_ssh_knows_is_no_silent_word_for_others(option: str) -> None:
+    for launcher in set(LAUNCHERS) - {"ssh", "pdsh"}:
+        with pytest.raises(LaunchError, match=f"{option} is for --launcher ssh and pdsh; for {launcher} use"):
+            starts(f"{option} 22", EQUAL, launcher)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_that_is_missing_is_named(launcher: str, tmp_path: Path) -> None:
     with pytest.raises(
@@ -204,5 +211,5 @@ def test_options_of_the_script_go_along() -> None:
     values = "--bind_core_list=0-3 --enable_each_rank_log=logs --max_restarts=2"
     first = plan(f"{flags} {values} --num_nodes 1:4 -q", EQUAL, "ssh").commands[0].words
     assert {*flags.split(), *values.split()} <= set(first)
-    assert "--num_nodes=1:4" in first
+    assert "--num_nodes=1:2" in first  # of the four there are two
     assert "--log_level=error" in first

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zeroshard.launch import child, runner
 from zeroshard.launch.failures import describe_failure, exit_status
 
 LIMIT_SECONDS = 60
@@ -173,6 +174,75 @@ def test_ctrl_c_leaves_no_process(
         for pid in rank_pids(tmp_path):
             if is_running(pid):  # the test has failed: leave nothing either
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent that has ended is noticed on Linux")
+def test_a_rank_whose_agent_has_gone_before_it_started_ends() -> None:
+    words = [*child.start_through_child("SIGTERM"), "sh", "-c", "exit 5"]
+    assert subprocess.run(words, timeout=10, check=False).returncode == 5
+    words[words.index(str(os.getpid()))] = "1"
+    assert subprocess.run(words, timeout=10, check=False).returncode == -signal.SIGTERM
+
+
+def test_a_program_that_cannot_start_is_one_line(zeroshard: Launch, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("echo no line that says what runs it\n")
+    (tmp_path / "plain").chmod(0o755)
+    done = zeroshard("run", "-n", "1", "--no_python", "./plain")
+    assert done.returncode == 126
+    assert done.stderr.splitlines()[0] == "zeroshard: cannot start './plain': Exec format error"
+    assert "Traceback" not in done.stderr
+
+
+def test_nohup_holds(tmp_path: Path, clean_environment: dict[str, str]) -> None:
+    """torchrun, which does the work, answers SIGHUP even where it is ignored."""
+    script = write(
+        tmp_path,
+        "import pathlib, time\npathlib.Path('up').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\n",
+    )
+    words = [sys.executable, "-m", "zeroshard", "run", "-n", "1", script]
+    launcher = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "-", *words], cwd=tmp_path, env=clean_environment
+    )
+    try:
+        wait_until((tmp_path / "up").exists, "the rank is up")
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.5)  # the agent looks ten times a second
+        (tmp_path / "go").touch()
+        assert launcher.wait(LIMIT_SECONDS) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_the_exit_status_is_the_ranks_though_nobody_reads(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    script = write(tmp_path, "import sys; sys.exit(7)")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "zeroshard", "run", "-n", "2", script],
+        cwd=tmp_path,
+        env=clean_environment,
+        stderr=subprocess.PIPE,
+    )
+    assert launcher.stderr is not None
+    launcher.stderr.close()
+    assert launcher.wait(LIMIT_SECONDS) == 7
+
+
+def test_until_ranks_start_ctrl_c_ends_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt would come out of torch's threads as some other error."""
+    found: list[object] = []
+
+    def launch(config: object, python: str) -> Callable[..., None]:
+        found.append(signal.getsignal(signal.SIGINT))
+        return lambda *words: None
+
+    monkeypatch.setattr(runner, "elastic_launch", launch)
+    before = signal.getsignal(signal.SIGINT)
+    assert runner.run_node(runner.Node(("true",), 1)) == 0
+    assert found == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def failure(exitcode: int, timestamp: int = 0) -> SimpleNamespace:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.launch import sessions
-from zeroshard.launch.failures import Failure, write_record
+from zeroshard.launch.failures import RECORD_PREFIX, Failure, write_record
 from zeroshard.launch.messages import show_from
 from zeroshard.launch.remote import Start
 from zeroshard.launch.sessions import run_starts
@@ -88,6 +88,57 @@ def test_hosts_may_go_while_enough_are_left(capfd: pytest.CaptureFixture[str]) -
     assert run(shell("a", failure_of(0, 5, 1.0)), shell("b", LISTEN, Path("/dev/null")), enough=1) == 5
 
 
+def test_a_rank_that_is_killed_within_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """As a progress bar leaves it: what tells of the failure comes in the same line."""
+    assert run(shell("a", "printf '\\r 50%%' >&2; " + failure_of(3, -9, 5.0))) == 128 + 9
+    told = capfd.readouterr().err
+    assert "a:  50%\n" in told
+    assert "rank 3 (pid 43) on a was killed by SIGKILL" in told
+    assert RECORD_PREFIX not in told
+
+
+def test_a_line_that_only_looks_like_a_record_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(shell("a", f"echo '{RECORD_PREFIX}of me' >&2; echo more >&2")) == 0
+    assert capfd.readouterr().err == f"a: {RECORD_PREFIX}of me\na: more\n"
+
+
+def test_output_without_lines_comes_in_parts(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(shell("a", "head -c 2500000 /dev/zero | tr '\\0' x")) == 0
+    parts = capfd.readouterr().out.splitlines()
+    assert len(parts) == 3
+    assert {part[:4] for part in parts} == {"a: x"}
+    assert sum(part.count("x") for part in parts) == 2500000
+
+
+def test_output_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom zeroshard.launch.remote import Start\n"
+        "from zeroshard.launch.sessions import run_starts\n"
+        "words = 'sh', '-c', 'yes | head -c 300000; touch done'\n"
+        "sys.exit(run_starts([Start('a', words, listens=True)], os.environ, '.'))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        assert launcher.stdout is not None
+        launcher.stdout.close()
+        assert launcher.wait(LIMIT_SECONDS) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert (tmp_path / "done").exists()
+
+
+def test_nohup_holds() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    try:
+        timer.start()
+        assert run(shell("a", "sleep 0.8")) == 0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def press(tmp_path: Path) -> Iterator[list[int]]:
     """Ctrl-C as soon as both notes are there, and again whenever the first has grown by a line: three times."""
@@ -135,19 +186,48 @@ def test_what_does_not_listen_gets_the_signal_itself(tmp_path: Path) -> None:
     timer.join()
 
 
+def test_what_had_to_be_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sessions, "_SECONDS_TO_STOP", 0.2)
+    words = ("sh", "-c", f"trap '' INT; touch {tmp_path}/note; while :; do sleep 0.05; done")
+
+    def press_key() -> None:
+        while not (tmp_path / "note").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_key)
+    thread.start()
+    assert run(Start("", words)) == 128 + signal.SIGINT
+    thread.join()
+    assert capfd.readouterr().err == (
+        "zeroshard: stopped by SIGINT; all ranks have ended, but sh did not say so\n"
+    )
+
+
+# The force that ends it at last comes after seconds, which are nothing on a machine under load. It is for "stuck"
+# alone, where the main thread is in C and never comes back.
 LIFELINE = """
-import os, signal, sys, time
-from zeroshard.launch import lifeline
+import ctypes, os, signal, sys, time
+from zeroshard.launch import lifeline, processes
+state, beats = sys.argv[1:]
 lifeline._SILENCE_SECONDS = 2.0
-if sys.argv[1] == "ranks":
+processes._SECONDS_TO_LEAVE = 0.2 if state == "stuck" else 1000.0
+if state != "no ranks":
     def stop(number, frame):
         print("stopped by", signal.Signals(number).name, flush=True)
         sys.exit(9)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-lifeline.hold_lifeline(beats=sys.argv[2] == "beats")
+lifeline.hold_lifeline(beats=beats == "beats")
 assert os.read(0, 1) == b""  # the ranks read nothing there
-time.sleep(30)
+if state == "stuck":
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+for _ in range(300):
+    time.sleep(0.1)  # as torchrun, which looks after its ranks
 """
 
 
@@ -166,6 +246,7 @@ time.sleep(30)
             ["stopped by SIGTERM"],
         ),  # pdsh writes nothing; only its end counts
         ("no ranks", "no beats", b"", True, 143, []),
+        ("stuck", "beats", b"SIGTERM\n", False, 143, []),
         ("no ranks", "beats", b"SIGINT\n", False, 130, []),
     ],
 )

@@ -32,7 +32,7 @@ def real_deepspeed_installed() -> bool:
     """A package `deepspeed` that is not the stand-in would be imported without it."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != standin_directory()]
     found = importlib.machinery.PathFinder.find_spec("deepspeed", elsewhere)
-    if found is None:
+    if found is None or found.origin is None:  # or a folder of that name, with configs in it
         return False
     return not any(
         str(distribution.version).endswith("+zeroshard")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard import compat
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cores import cut_cores, parse_core_list
+from zeroshard.launch.cores import cores_here, cut_cores, parse_core_list
 from zeroshard.launch.dry_run import show_job, show_node
 from zeroshard.launch.hosts import Hosts, select_hosts, visible_devices
 from zeroshard.launch.lifeline import hold_lifeline
@@ -28,6 +28,7 @@ from zeroshard.launch.plan import (
     is_this_machine,
     master_of,
     missing_hostfile,
+    node_bounds,
     place_in_slurm,
     place_of,
     plan_job,
@@ -58,6 +59,8 @@ def run(words: Sequence[str], **defaults: object) -> int:
     _require_script(options)
     if place_in_slurm(os.environ) is not None:
         options.no_ssh = True  # srun has started this command on every host
+    if options.node_rank is not None and not options.no_ssh:
+        log.warning("--node_rank %d has no effect without --no_ssh", options.node_rank)
     hosts = choose_hosts(options, os.environ)
     if missing_hostfile(options):
         log.warning("there is no hostfile %r: using this machine alone", options.hostfile)
@@ -81,6 +84,8 @@ def _require_script(options: Options) -> None:
         return
     if options.no_python:
         if shutil.which(options.script) is None:
+            if Path(options.script).is_file():
+                raise LaunchError(f"--no_python: {options.script!r} may not be executed (chmod +x)")
             raise LaunchError(f"--no_python: there is no program {options.script!r}, here or on the PATH")
     elif not Path(options.script).is_file():
         raise LaunchError(f"there is no file {options.script!r} (with --module: a module name)")
@@ -97,9 +102,12 @@ def _saved_pid(wanted: bool) -> Iterator[None]:
         yield
         return
     file = Path("/tmp") / f"{os.getpid()}.deepspeed"
-    file.unlink(missing_ok=True)  # of a process that had this number before
-    with file.open("x") as pid:  # "x": not through a link that somebody else has put there
-        pid.write(str(os.getpid()))
+    try:
+        file.unlink(missing_ok=True)  # of a process that had this number before
+        with file.open("x") as pid:  # "x": not through a link that somebody else has put there
+            pid.write(str(os.getpid()))
+    except OSError as error:
+        raise LaunchError(f"--save_pid: {file} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:
@@ -121,7 +129,7 @@ def _run_on_hosts(options: Options, hosts: Hosts, launcher: str) -> int:
         require_hosts(
             asked, hosts, Question(file, program, master_of(options, hosts), port, False), os.environ
         )
-    least, most = options.num_nodes or (len(hosts), len(hosts))
+    least, most = node_bounds(options, hosts)
     return run_starts(starts, os.environ, job.directory, least if least < most else None)
 
 
@@ -177,7 +185,8 @@ def _slots_here(
     count = accelerators_here()
     kind = torch.accelerator.current_accelerator()
     name = _VISIBLE.get("cuda" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
-    if count == 0 and environ.get(name) and torch.version.cuda is not None:
+    hidden = environ.get(name, "") in ("", "-1")
+    if count == 0 and not hidden and torch.version.cuda is not None:
         raise LaunchError(f"{name}={environ[name]} names no device that can be seen here")
     if options.slots is not None:
         slots = options.slots
@@ -210,30 +219,28 @@ def _node(options: Options, place: Place, ranks: int, environment: Mapping[str, 
     command = [word.replace("$", "$$") for word in (*prefix, options.script, *options.script_args)]
     if options.pass_local_rank:
         command.insert(len(prefix) + 1, "--local_rank=${local_rank}")
-    cores = None
-    if options.bind_cores_to_rank:
-        if "KMP_AFFINITY" in os.environ:
-            raise LaunchError(
-                "KMP_AFFINITY binds threads to cores itself: unset it, or drop --bind_cores_to_rank"
-            )
-        here = (
-            sorted(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else range(os.cpu_count() or 1)
-        )
-        cores = cut_cores(
-            parse_core_list(options.bind_core_list) if options.bind_core_list else list(here), ranks
-        )
-    folder = options.enable_each_rank_log
-    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
-        raise LaunchError(f"--enable_each_rank_log {folder!r} is a file; give a directory")
     return Node(
         command=tuple(command),
         ranks=ranks,
         place=place,
         max_restarts=options.max_restarts,
         environment=environment,
-        cores=cores,
-        log_folder=folder,
+        cores=_cores(options, ranks) if options.bind_cores_to_rank else None,
+        log_folder=options.enable_each_rank_log,
         record_failures=options.attached == "launcher",
     )
+
+
+def _cores(options: Options, ranks: int) -> list[tuple[int, ...]]:
+    if "KMP_AFFINITY" in os.environ:
+        raise LaunchError(
+            "KMP_AFFINITY binds threads to cores itself: unset it, or drop --bind_cores_to_rank"
+        )
+    here = cores_here()
+    chosen = parse_core_list(options.bind_core_list) if options.bind_core_list else here
+    if strange := sorted(set(chosen) - set(here)):
+        raise LaunchError(
+            f"--bind_core_list {options.bind_core_list}: core {strange[0]} is not among those that this process "
+            f"may use: {','.join(map(str, here))}"
+        )
+    return cut_cores(chosen, ranks)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from zeroshard.errors import LaunchError
 
-__all__ = ["cut_cores", "parse_core_list"]
+__all__ = ["cores_here", "cut_cores", "parse_core_list"]
+
+
+def cores_here() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def write_record(failures: Mapping[int, Failure]) -> str:
     return RECORD_PREFIX + json.dumps({rank: asdict(failure) for rank, failure in failures.items()})
 
 
-def read_record(line: str, host: str) -> dict[int, Failure]:
-    """The failures of a line that `write_record` made, as those of `host`."""
-    read = json.loads(line.removeprefix(RECORD_PREFIX))
+def read_record(text: str, host: str) -> dict[int, Failure]:
+    """The failures of what `write_record` put behind the prefix, as those of `host`."""
+    read = json.loads(text)
     return {int(rank): Failure(**(f | {"host": host, "log": tuple(f["log"])})) for rank, f in read.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from zeroshard.errors import LaunchError
 
 __all__ = ["FORWARDED_PREFIXES", "forwarded_environment", "read_environment_file"]
 
+# What `env` takes; accelerate writes the whole environment into the file, and not all of it was made by a shell.
+_NAME = re.compile(r"[^\W\d][^\s=\"']*")
 FORWARDED_PREFIXES = ("GLOO", "MLFLOW", "MV2", "NCCL", "OMP", "PYTHON", "TORCH", "UCX", "ZEROSHARD")
 
 
@@ -30,12 +33,16 @@ def forwarded_environment(environ: Mapping[str, str], home: Path, here: Path) ->
 def read_environment_file(file: Path) -> dict[str, str]:
     """Lines `NAME=VALUE`; a value in quotes loses them, as a shell would have it."""
     read: dict[str, str] = {}
-    for number, raw in enumerate(file.read_text().splitlines(), start=1):
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{file} cannot be read: {error}") from None
+    for number, raw in enumerate(lines, start=1):
         line = raw.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
             continue
         name, equals, value = line.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not _NAME.fullmatch(name):
             raise LaunchError(f"{file}, line {number}: {raw!r} is not of the form NAME=VALUE")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]

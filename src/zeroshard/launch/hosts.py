@@ -24,7 +24,7 @@ __all__ = [
 
 Hosts = dict[str, tuple[int, ...]]
 
-_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+_LINE = re.compile(r"([^\s-]\S*)\s+slots\s*=\s*(\d+)")
 _NODE_GROUP = re.compile(r"([^\[\],]*)(?:\[([^\]]*)\]([^\[\],]*))?(?:,|$)")
 
 
@@ -79,8 +79,10 @@ def select_hosts(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 def _parse_filter(option: str, text: str, hosts: Hosts) -> Hosts:
     named: Hosts = {}
-    for node in text.split("@"):
-        host, colon, slot_list = node.strip().partition(":")
+    for node in map(str.strip, text.split("@")):
+        # The last colon: an IPv6 address has more of them, and may stand without slots.
+        alone = node in hosts or ":" not in node
+        host, colon, slot_list = (node, "", "") if alone else node.rpartition(":")
         if not host:
             raise LaunchError(
                 f"{option} {text!r}: a host is missing; a node is host[:slot[,slot...]], joined by '@'"
@@ -114,10 +116,11 @@ def first_hosts(hosts: Hosts, nodes: int | None, slots: int | None) -> Hosts:
     """The first `nodes` hosts, of each its first `slots` slots; None is all."""
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(f"--num_nodes {nodes}: there are {len(hosts)} hosts, {_names(hosts)}")
-    for host, there in hosts.items():
+    first = dict(list(hosts.items())[:nodes])
+    for host, there in first.items():
         if slots is not None and slots > len(there):
             raise LaunchError(f"--num_gpus {slots}: host {host!r} has {len(there)} slots")
-    return {host: there[:slots] for host, there in list(hosts.items())[:nodes]}
+    return {host: there[:slots] for host, there in first.items()}
 
 
 def _names(hosts: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -12,7 +13,8 @@ class _Lines(logging.Handler):
     """Prints to what is stderr at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"zeroshard: {record.getMessage()}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            print(f"zeroshard: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 log = logging.getLogger("zeroshard.launch")

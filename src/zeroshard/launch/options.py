@@ -31,6 +31,7 @@ _REFUSED = {
 class Options(argparse.Namespace):
     """One command line; every attribute is the option of that name."""
 
+    words: list[str]  # the script and its arguments
     script: str
     script_args: list[str]
     hostfile: str
@@ -66,6 +67,14 @@ class Options(argparse.Namespace):
 
 
 class _Parser(argparse.ArgumentParser):
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        """The options that a word abbreviates: one, in whichever spelling, or none.
+
+        argparse looks at the script's words, too, and ends the run when one of them could be several of ours.
+        """
+        found = super()._get_option_tuples(option_string)
+        return found[:1] if len({action.dest for action, *_ in found}) == 1 else []
+
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message.replace("the following arguments are required:", "missing:"))
 
@@ -112,6 +121,10 @@ def _slots(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _path_or_none(text: str) -> str | None:
+    return None if text == "None" else text  # DeepSpeed's default, which its users' scripts pass on
+
+
 def _launcher(text: str) -> str:
     if text.lower() not in LAUNCHERS:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LAUNCHERS)}")
@@ -122,12 +135,13 @@ def build_parser(**defaults: object) -> argparse.ArgumentParser:
     """The parser; `defaults` are those that the command called `deepspeed` has otherwise."""
     parser = _Parser(
         prog="zeroshard run",
+        usage="%(prog)s [options] script [the script's arguments]",
         description="Run a script on N ranks of this machine, or of every host of a hostfile. "
         "A run that hangs: ZEROSHARD_DEBUG=collectives says who is where.",
         epilog="Long options may be spelt with dashes. More: docs/launcher.md.",
     )
-    parser.add_argument("script", help="Python file to run (with --module: a module; --no_python: a program)")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="passed to the script untouched")
+    what = "Python file to run (with --module: a module; --no_python: a program); what follows is its own"
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script", help=what)
     _add_where(parser)
     _add_how(parser)
     _add_script(parser)
@@ -188,7 +202,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
     add("-m", *_spellings("module"), action="store_true", help="the script is a module, as in python -m")
     add(*_spellings("no_python"), action="store_true", help="the script is a program of its own")
     add(*_spellings("pass_local_rank"), action="store_true",
-        help="append --local_rank=N to the script's arguments, as the deepspeed command does")  # fmt: skip
+        help="put --local_rank=N before the script's arguments, as the deepspeed command does")  # fmt: skip
     add(*_spellings("no_local_rank"), action="store_true", help="do not")
     add(*_spellings("as_deepspeed"), action="store_const", const=True, default=None,
         help="`import deepspeed` finds zeroshard; default: where no DeepSpeed is installed")  # fmt: skip
@@ -207,7 +221,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add(*_spellings("enable_each_rank_log"), metavar="DIR",
+    add(*_spellings("enable_each_rank_log"), metavar="DIR", type=_path_or_none,
         help="what rank R prints goes to DIR/<time>_rank<R>.log")  # fmt: skip
     add(*_spellings("save_pid"), action="store_true", help="write this process's id to /tmp/<pid>.deepspeed")
     add(*_spellings("log_level"), type=str.lower, default="info", metavar="LEVEL",
@@ -222,6 +236,10 @@ def parse_options(words: Sequence[str], **defaults: object) -> Options:
         LaunchError: an option that is unknown, malformed, refused, or contradicts another one.
     """
     options = build_parser(**defaults).parse_args(list(words), namespace=Options())
+    given = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not given:
+        raise LaunchError("missing: script")
+    options.script, *options.script_args = given
     for name, cure in _REFUSED.items():
         if getattr(options, name) not in ("", "-1", False):
             raise LaunchError(f"--{name}: {cure}")

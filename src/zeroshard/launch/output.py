@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
+from zeroshard.errors import LaunchError
+
 __all__ = ["RankOutput"]
 
 _KEPT_BYTES = 8192
@@ -48,21 +50,36 @@ class _Relay:
         return tuple(self._kept.decode(errors="replace").rstrip().splitlines())
 
 
+def _writable_folder(name: str) -> Path:
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise LaunchError(f"--enable_each_rank_log {name!r} is a file; give a directory") from None
+    except OSError as error:
+        raise LaunchError(f"--enable_each_rank_log {name!r} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"--enable_each_rank_log {name!r} cannot be written to")
+    return folder
+
+
 class RankOutput(DefaultLogsSpecs):
     """torchrun's choice of files for stdout and stderr, asked before each start of the ranks.
 
     Also the place where each rank's environment is complete: names that DeepSpeed's launcher sets are added.
     """
 
-    def __init__(self, scratch: str, folder: str | None) -> None:
-        super().__init__(log_dir=scratch)
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, folder: str | None) -> None:
+        super().__init__(log_dir=os.devnull)  # no files of torchrun's own
+        self._folder = None if folder is None else _writable_folder(folder)
         self._relays: dict[int, _Relay] = {}
         self._files: list[BinaryIO] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Files for these ranks, by local rank."""
         destination = super().reify(envs)
+        for tailed in (destination.tee_stdouts, destination.tee_stderrs):  # by threads that no Ctrl-C ends
+            tailed.clear()
         self.finish()
         self._relays, self._files = {}, []
         for local_rank, variables in envs.items():
@@ -78,7 +95,6 @@ class RankOutput(DefaultLogsSpecs):
     def _sink(self, rank: str) -> BinaryIO:
         if self._folder is None:
             return open(2, "wb", closefd=False)
-        self._folder.mkdir(parents=True, exist_ok=True)
         file = (self._folder / f"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log").open("ab")
         self._files.append(file)
         return file

@@ -21,6 +21,7 @@ __all__ = [
     "choose_launcher",
     "is_this_machine",
     "master_of",
+    "node_bounds",
     "node_words",
     "place_in_slurm",
     "place_of",
@@ -54,8 +55,8 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
     if named is not None and named.exists():
         try:
             pool = parse_hostfile(named.read_text(), str(named))
-        except OSError as error:
-            raise LaunchError(f"--hostfile {named} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"--hostfile {named} cannot be read: {error}") from None
     elif _in_allocation(environ):
         given = environ.get("SLURM_GPUS_ON_NODE", "")
         slots = options.num_gpus or (int(given) if given.isdigit() else 1)
@@ -71,11 +72,18 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
 
 
 def _require_one_host(options: Options) -> None:
-    if options.num_nodes is not None and options.num_nodes[0] > 1 and not options.no_ssh:
+    most = options.num_nodes[1] if options.num_nodes else 1
+    if most > 1 and not options.no_ssh:
         raise LaunchError(
-            f"--num_nodes {options.num_nodes[0]} needs a hostfile that names them, and there is no file "
-            f"{options.hostfile!r} (or --no_ssh, and this command on every host)"
+            f"--num_nodes {most} needs a hostfile that names them, and there is no file {options.hostfile!r} "
+            "(or --no_ssh, and this command on every host)"
         )
+
+
+def node_bounds(options: Options, hosts: Hosts) -> tuple[int, int]:
+    """The fewest and the most of `hosts` that the job runs on. A host that is not among them never comes."""
+    least, most = options.num_nodes or (len(hosts), len(hosts))
+    return least, min(most, len(hosts))
 
 
 def _in_allocation(environ: Mapping[str, str]) -> bool:
@@ -134,13 +142,15 @@ def master_of(options: Options, hosts: Hosts) -> str:
 
 def plan_job(options: Options, hosts: Hosts, launcher: str, environ: Mapping[str, str]) -> Job:
     """What runs on each of `hosts`, for any transport."""
-    least, most = options.num_nodes or (len(hosts), len(hosts))
-    elastic = least < most
+    least, most = node_bounds(options, hosts)
+    if least < most and launcher == "slurm":
+        raise LaunchError(
+            "srun ends all hosts when one is lost: --num_nodes MIN:MAX wants another --launcher"
+        )
     address, port = master_of(options, hosts), options.master_port or DEFAULT_PORT
     commands = []
     for rank, (host, slots) in enumerate(hosts.items()):
-        place = Place(rank, least if elastic else len(hosts), most if elastic else len(hosts), address, port)
-        words = node_words(options, place, slots, launcher)
+        words = node_words(options, Place(rank, least, most, address, port), slots, launcher)
         here = launcher == "ssh" and not options.force_multi and is_this_machine(host)
         commands.append(HostCommand(host, words, here))
     directory = Path.cwd()
@@ -202,7 +212,7 @@ def place_in_slurm(environ: Mapping[str, str]) -> Place | None:
 def place_of(options: Options, environ: Mapping[str, str], hosts: Hosts | None) -> Place:
     """The place of this host when the command is given on every host (`--no_ssh`)."""
     slurm = place_in_slurm(environ)
-    least, most = options.num_nodes or ((len(hosts),) * 2 if hosts else (1, 1))
+    least, most = node_bounds(options, hosts) if hosts else options.num_nodes or (1, 1)
     if slurm is not None and options.num_nodes is None and options.node_rank is None:
         port = options.master_port or DEFAULT_PORT
         return Place(

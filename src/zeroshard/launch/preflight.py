@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from zeroshard.errors import LaunchError
+from zeroshard.launch.child import start_through_child
 from zeroshard.launch.hosts import Hosts
 from zeroshard.launch.messages import log
 from zeroshard.launch.probe import Answer, Question, read_answer
@@ -48,7 +49,7 @@ def _ask(job: Job, command: HostCommand, question: Question, environ: Mapping[st
     start = on_host(job, command, probe)
     try:
         done = subprocess.run(
-            start.words,
+            (*start_through_child("SIGTERM"), *start.words),
             env={**environ, **start.environment},
             cwd=job.directory,
             stdin=subprocess.DEVNULL,

@@ -44,8 +44,9 @@ class Answer:
 def read_answer(output: str) -> Answer | None:
     """The answer in what a host printed; shells may have printed more."""
     for line in output.splitlines():
-        if line.startswith(PROBE_PREFIX):
-            return Answer(**json.loads(line.removeprefix(PROBE_PREFIX)))
+        _, found, answer = line.partition(PROBE_PREFIX)
+        if found:
+            return Answer(**json.loads(answer))
     return None
 
 

@@ -71,10 +71,12 @@ def ssh_words(job: Job, host: str) -> tuple[str, ...]:
 
 def _shell_line(job: Job, words: tuple[str, ...]) -> str:
     """The line for a shell on the host: the directory, the environment, the command."""
-    line = f"cd {shlex.quote(job.directory)} && exec {shlex.join(_with_environment(job, words))}"
+    there = f"cd {shlex.quote(job.directory)} && "
+    command = f"exec {shlex.join(_with_environment(job, words))}"
     if job.venv_script:
-        line = f"exec bash -c {shlex.quote(f'source {shlex.quote(job.venv_script)} && {line}')}"
-    return line
+        script = f"{there}source {shlex.quote(job.venv_script)} && {command}"
+        return f"exec bash -c {shlex.quote(script)}"
+    return there + command
 
 
 def on_host(job: Job, command: HostCommand, words: tuple[str, ...]) -> Start:
@@ -168,6 +170,9 @@ LAUNCHERS = tuple(_BUILDERS)
 
 def build_starts(launcher: str, job: Job, environ: Mapping[str, str]) -> list[Start]:
     """What to start on this machine so that every command of `job` runs on its host."""
+    for option, given in (("--venv_script", job.venv_script), ("--ssh_port", job.ssh_port)):
+        if given is not None and launcher not in ("ssh", "pdsh"):
+            raise LaunchError(f"{option} is for --launcher ssh and pdsh; for {launcher} use --launcher_args")
     return _BUILDERS[launcher][1](job, environ)
 
 

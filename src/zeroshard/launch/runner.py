@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch import child
+from zeroshard.launch.cores import cores_here
 from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
 from zeroshard.launch.messages import log
 from zeroshard.launch.network import can_resolve, interface_of, is_free, own_address
@@ -35,7 +35,7 @@ from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
 from zeroshard.launch.processes import child_processes, kill_session
 
-__all__ = ["Node", "accelerators_here", "run_node", "run_ranks"]
+__all__ = ["Node", "accelerators_here", "added_environment", "run_node", "run_ranks"]
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -76,21 +76,20 @@ def run_node(node: Node) -> int:
         LaunchError: the port is taken, or the hosts did not meet.
     """
     _quiet_torchrun()
-    with _environment_of(node), tempfile.TemporaryDirectory(prefix="zeroshard-run-") as scratch:
-        output = RankOutput(scratch, node.log_folder)
+    with _environment_of(node):
+        output = RankOutput(node.log_folder)
         fixed = not (_is_elastic(node) or node.place.alone)
         peers = Peers(node.place) if fixed and not node.record_failures else None
         try:
             _run_to_the_end(node, output)
         except ChildFailedError as error:
             return _tell_failure(node, error, output, peers)
-        except (SignalException, KeyboardInterrupt) as stop:
+        except SignalException as stop:
             if peers is not None and peers.status is not None:
                 return peers.status
-            received = getattr(stop, "sigval", signal.SIGINT)
             tell = log.debug if node.record_failures else log.error
-            tell("stopped by %s; all ranks have ended", signal.Signals(received).name)
-            return 128 + received
+            tell("stopped by %s; all ranks have ended", signal.Signals(stop.sigval).name)
+            return 128 + stop.sigval
         except (RendezvousError, DistError) as error:
             place, reason = node.place, str(error.__cause__ or error).partition("\n")[0]
             raise LaunchError(f"the hosts did not meet at {place.address}:{place.port}: {reason}") from error
@@ -121,15 +120,15 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
     one ends that wait too, and a rank that listens to neither would go on alone.
     """
     already_there = child_processes()
-    if not node.place.alone:
-        # Until all hosts have come, torch waits in C++, where Python's own answer to a Ctrl-C is not heard.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Until torchrun starts ranks and answers Ctrl-C itself, there is nothing to end but this process. It may wait
+    # for other hosts in C++, where Python's own answer is not heard, or start a thread, where it is another error.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = "/".join(",".join(map(str, part)) for part in node.cores) if node.cores else "-"
-    isolated = ("-I", "-S", child.__file__, "SIGKILL", "${local_rank}", cores, "--")
+    python, *first = child.start_through_child("SIGKILL", "${local_rank}", cores)
     try:
-        elastic_launch(_launch_config(node, output), sys.executable)(*isolated, *node.command)
+        elastic_launch(_launch_config(node, output), python)(*first, *node.command)
     finally:
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         for pid in child_processes() - already_there:
             kill_session(pid)
         output.finish()
@@ -148,7 +147,7 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
     static = port != 0 and not _is_elastic(node)
     local = address if place.alone else own_address(address) or address
-    return LaunchConfig(
+    config = LaunchConfig(
         min_nodes=place.min_nodes,
         max_nodes=place.max_nodes,
         nproc_per_node=node.ranks,
@@ -162,6 +161,9 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         monitor_interval=_POLL_SECONDS,
         logs_specs=output,
     )
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: torch would answer it all the same
+        config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+    return config
 
 
 def _is_elastic(node: Node) -> bool:
@@ -171,37 +173,34 @@ def _is_elastic(node: Node) -> bool:
 
 @contextmanager
 def _environment_of(node: Node) -> Iterator[None]:
-    """What ranks inherit from this process. Defaults among it do not replace what the user has set."""
-    before = dict(os.environ)
+    """What ranks inherit from this process."""
+    before, added = dict(os.environ), added_environment(node, os.environ)
+    if node.cores is None and (threads := added.get("OMP_NUM_THREADS")):
+        told = "OMP_NUM_THREADS=%s for each of %d ranks on %d cores (set it to choose)"
+        log.info(told, threads, node.ranks, len(cores_here()))
     try:
-        os.environ.update(node.environment)
-        _set_defaults(node)
+        os.environ.update(added)
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def _set_defaults(node: Node) -> None:
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_STOP)
+def added_environment(node: Node, environ: Mapping[str, str]) -> dict[str, str]:
+    """What ranks find beside `environ`. Defaults among it do not replace what the user has set."""
+    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SECONDS_TO_STOP}
     if sys.platform == "linux":
         # gloo would look up the host's name, which may not lead back here.
         address = None if node.place.alone else own_address(node.place.address or _LOOPBACK)
         interface = "lo" if node.place.alone else address and interface_of(address)
         if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            defaults["GLOO_SOCKET_IFNAME"] = interface
+    if node.ranks > 1:
+        defaults["OMP_NUM_THREADS"] = str(max(1, len(cores_here()) // node.ranks))
+    added = {name: value for name, value in defaults.items() if name not in environ} | dict(node.environment)
     if node.cores:
-        os.environ["OMP_NUM_THREADS"] = str(len(node.cores[0]))
-    elif "OMP_NUM_THREADS" not in os.environ and node.ranks > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // node.ranks)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        log.info(
-            "OMP_NUM_THREADS=%d for each of %d ranks on %d cores (set it to choose)",
-            threads,
-            node.ranks,
-            cores,
-        )
+        added["OMP_NUM_THREADS"] = str(len(node.cores[0]))
+    return added
 
 
 def _quiet_torchrun() -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ __all__ = ["run_starts"]
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 3.0  # ranks that fail together are heard before one is named
 _SECONDS_TO_STOP = 20.0  # a little more than the hosts take to kill a rank that does not listen
+_LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _printing = threading.Lock()
 
@@ -52,9 +52,7 @@ class _Session:
         self.ended_at: float | None = None
         labelled = subprocess.PIPE if start.host else None
         # What listens to us stops by itself when we end; the others have to be told.
-        told = (
-            () if start.listens else (sys.executable, "-I", "-S", child.__file__, "SIGTERM", "0", "-", "--")
-        )
+        told = () if start.listens else child.start_through_child("SIGTERM")
         self.process = subprocess.Popen(
             (*told, *start.words),
             env={**environ, **start.environment},
@@ -77,18 +75,35 @@ class _Session:
         while data := os.read(source.fileno(), 65536):
             *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
             self._pass_on([piece for piece in pieces if piece], label, sink)
+            if len(rest) > _LONGEST_LINE and RECORD_PREFIX.encode() not in rest:
+                self._pass_on([rest + b"\n"], label, sink)
+                rest = b""
         self._pass_on([rest + b"\n"] if rest else [], label, sink)
 
     def _pass_on(self, pieces: list[bytes], label: bytes, sink: int) -> None:
         for piece in pieces:
-            text = piece.decode(errors="replace").rstrip()
-            if sink == 2 and text.startswith(RECORD_PREFIX):
-                self.failures |= read_record(text, self.start.host)
+            line = self._without_record(piece) if sink == 2 else piece
+            if not line:
                 continue
             if sink == 2:
-                self.said.append(text)
-            with _printing:
-                os.write(sink, label + piece)
+                self.said.append(line.decode(errors="replace").rstrip())
+            # Whoever reads us may have gone; the job goes on.
+            with _printing, contextlib.suppress(OSError), open(sink, "wb", closefd=False) as out:
+                out.write(label + line)
+
+    def _without_record(self, piece: bytes) -> bytes:
+        """What is to be shown: a rank may have died within a line, that of a progress bar, before the record."""
+        before, found, record = piece.partition(RECORD_PREFIX.encode())
+        try:
+            self.failures |= read_record(record.decode(), self.start.host) if found else {}
+        except (ValueError, TypeError, AttributeError, KeyError):  # somebody else's words
+            return piece
+        return before + b"\n" if found and before else before
+
+    @property
+    def name(self) -> str:
+        """The host, or the program that is for all of them."""
+        return self.start.host or self.start.words[0]
 
     def running(self) -> bool:
         """Whether it still runs; when it does not, all that it said has been read."""
@@ -123,12 +138,13 @@ class _Session:
     def describe_end(self) -> str:
         """How it ended, where no rank's failure was reported."""
         code = self.process.returncode
-        name = self.start.host or self.start.words[0]
         last = next((line for line in reversed(self.said) if line), "")
         if self.start.words[0] == "ssh" and code == 255:
-            return f"the connection to {name} ended" + (f": {last}" if last else "")
+            return f"the connection to {self.name} ended" + (f": {last}" if last else "")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        return f"{name} {how}" + (f": {last.removeprefix('zeroshard: ')}" if self.start.host and last else "")
+        return f"{self.name} {how}" + (
+            f": {last.removeprefix('zeroshard: ')}" if self.start.host and last else ""
+        )
 
 
 def run_starts(
@@ -144,7 +160,9 @@ def run_starts(
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    # nohup makes us deaf to the end of the terminal, and it stays so.
+    heard = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in heard}
     sessions: list[_Session] = []
     try:
         for start in starts:
@@ -158,9 +176,10 @@ def run_starts(
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
-        lost = [s.start.host for s in sessions if s.process.returncode == -signal.SIGKILL and s.start.host]
+        lost = [s.name for s in sessions if s.process.returncode == -signal.SIGKILL]
         unsure = f", but {', '.join(lost)} did not say so" if lost else ""
-        log.error("stopped by %s; all ranks have ended%s", received[0].name, unsure)
+        ended = "" if enough == 0 else "; all ranks have ended"
+        log.error("stopped by %s%s%s", received[0].name, ended, unsure)
         return 128 + received[0]
     return _tell(failed, stopped=len(starts) > 1 and enough != 0)
 
