@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import types
 from datetime import timedelta
 from typing import Any
@@ -148,6 +149,29 @@ def emptied(rank: int, world: int, stage: int) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_cache_is_emptied_between_forward_and_backward(ranks2: RankPool, stage: int) -> None:
     assert ranks2.run(emptied, stage) == [True, True]
+
+
+def kept_apart(rank: int, world: int) -> str:
+    """Gathered parameters are pickled; a module gets a second engine, and the first one says so when it is used."""
+    deepspeed = standin()
+    engine = make(3)
+    file = io.BytesIO()
+    with deepspeed.zero.GatheredParameters(engine.module):
+        torch.save(dict(engine.module.named_parameters()), file)
+        whole = engine.module.head.weight.detach().clone()
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)["head.weight"], whole)
+    other = deepspeed.initialize(model=engine.module, config=dict(engine.config))[0]
+    with pytest.raises(StateError) as raised:
+        engine(torch.ones(1, 6))
+    step(other, rank)
+    other.close()
+    return str(raised.value)
+
+
+def test_a_second_engine_of_a_module(ranks2: RankPool) -> None:
+    for told in ranks2.run(kept_apart):
+        assert "made another engine of the same module" in told
 
 
 # ---- the engine -----------------------------------------------------------------------------------------

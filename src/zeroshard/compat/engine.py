@@ -24,7 +24,7 @@ from zeroshard.compat.parameters import mark, unmark
 from zeroshard.config import Config, read_config
 from zeroshard.config.scalars import plain
 from zeroshard.engine import Engine
-from zeroshard.errors import NotYetError
+from zeroshard.errors import NotYetError, StateError
 from zeroshard.mixed_precision import DTYPES
 from zeroshard.monitor import Monitor
 from zeroshard.precision import dtype_of
@@ -87,6 +87,13 @@ class DeepSpeedEngine(Engine):
         super().close(whole=whole)
         _engines.discard(self)
         unmark(self.module.parameters())
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise StateError(
+                f"{what} of an engine that has ended: by close() or destroy(), or because `deepspeed.initialize` "
+                f"made another engine of the same module, which is the one to use"
+            )
 
     # ---- who is who ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ has the class that its user gave it, so what stays true meanwhile is put on the 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,8 +76,12 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         home = home_of(parameter)
         if home is not None:
-            known = (home.number, home.shape, home.shape.numel(), ZeroParamStatus.AVAILABLE, home.piece)
-            parameter.__dict__.update(zip(_NAMES, (*known, _partition_numel(home)), strict=True))
+            numel = home.shape.numel()
+            known = (home.number, home.shape, numel, ZeroParamStatus.AVAILABLE, home.piece)
+            part = functools.partial(
+                _partition_numel, numel, home.shards
+            )  # gathered parameters may be pickled
+            parameter.__dict__.update(zip(_NAMES, (*known, part), strict=True))
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
@@ -86,8 +91,8 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
             parameter.__dict__.pop(name, None)
 
 
-def _partition_numel(home: Any) -> Callable[[], int]:
-    return lambda: -(-home.shape.numel() // home.shards)
+def _partition_numel(numel: int, shards: int) -> int:
+    return -(-numel // shards)
 
 
 def is_zero_param(parameter: Any) -> bool:
