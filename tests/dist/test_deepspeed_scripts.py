@@ -107,6 +107,25 @@ def test_an_average_of_weights_is_kept(ranks2: RankPool) -> None:
         assert max(rank) < 1e-6
 
 
+def clamped(rank: int, world: int, stage: int) -> float:
+    """Each rank edits all that it has, in the block that a script has for stage 3."""
+    engine = make(stage)
+    weight = engine.module.head.weight
+    with standin().zero.GatheredParameters(weight):
+        weight.data.clamp_(-0.01, 0.01)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(engine, rank)
+    largest = float(engine.full_fp32(weight).abs().max())
+    engine.close()
+    return largest
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_all_ranks_may_edit(ranks2: RankPool, stage: int) -> None:
+    assert ranks2.run(clamped, stage) == pytest.approx([0.01, 0.01])
+
+
 def written(rank: int, world: int, when: str) -> bool:
     """A loop over parameters that gathers those which say that they are not there."""
     deepspeed = standin()

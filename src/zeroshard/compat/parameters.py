@@ -50,7 +50,7 @@ class GatheredParameters(zero.GatheredParameters):
     """`zeroshard.zero.GatheredParameters`, with DeepSpeed's rule for what is not sharded: left alone.
 
     Lists made from a set, in another order on each rank, may have buffers among them; others have None where a
-    layer has no bias.
+    layer has no bias. Below stage 3 all ranks may edit all that they have; `modifier_rank` makes one's count.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class GatheredParameters(zero.GatheredParameters):
         elif isinstance(params, Tensor):
             params = [params]
         sharded = [entry for entry in params if isinstance(entry, Tensor) and home_of(entry) is not None]
+        if modifier_rank is None:
+            sharded = [entry for entry in sharded if is_zero_param(entry) or home_of(entry).buffer is None]
         super().__init__(sharded, modifier_rank, fwd_module, enabled)
 
 
