@@ -183,6 +183,9 @@ def kept_apart(rank: int, world: int) -> str:
     other = deepspeed.initialize(model=engine.module, config=dict(engine.config))[0]
     with pytest.raises(StateError) as raised:
         engine(torch.ones(1, 6))
+    engine.destroy()
+    with deepspeed.zero.GatheredParameters(other.module.head.weight):
+        assert other.module.head.weight.ds_numel == 20
     step(other, rank)
     other.close()
     return str(raised.value)

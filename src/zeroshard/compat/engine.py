@@ -84,6 +84,8 @@ class DeepSpeedEngine(Engine):
 
     def close(self, *, whole: bool = True) -> None:
         """See `zeroshard.Engine.close`."""
+        if self._closed:
+            return  # the module may have another engine by now
         super().close(whole=whole)
         _engines.discard(self)
         unmark(self.module.parameters())
