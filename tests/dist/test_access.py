@@ -13,7 +13,7 @@ from pairs import STAGES, Net, Pair, adamw, attempt
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.errors import StateError
+from zeroshard.errors import ShardedAccessError, StateError
 from zeroshard.testing import RankPool
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -397,7 +397,7 @@ def exchanged(rank: int, world: int, stage: int, precision: str) -> None:
     with engine.gathered(parameter, modifier_rank=1):
         parameter.data = value.to(parameter.dtype) if rank == 1 else torch.full_like(value, 99.0)
     assert torch.equal(engine.full_fp32(parameter), value)
-    with pytest.raises(zeroshard.ShardedAccessError, match="edited inside"), engine.gathered(parameter):
+    with pytest.raises(ShardedAccessError, match="edited inside"), engine.gathered(parameter):
         parameter.data = 2 * value.to(parameter.dtype)
     misfit = pytest.raises(StateError, match=r"blocks.0.up.weight' was given the shape \(3,\)")
     with misfit, engine.gathered(parameter, modifier_rank=rank):
