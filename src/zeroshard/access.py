@@ -61,8 +61,11 @@ class Access:
             edited = False
             try:
                 yield
+                exchanged = [buffer.take_back(keep=modifier_rank is not None) for buffer in held]
                 edited = modifier_rank is None and (
-                    any(buffer.edited() for buffer in held) or any(map(self._has_changed, held, before))
+                    any(exchanged)
+                    or any(buffer.edited() for buffer in held)
+                    or any(map(self._has_changed, held, before))
                 )
             finally:
                 for buffer in held:

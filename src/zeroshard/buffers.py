@@ -70,7 +70,8 @@ class _Home:
 
     @property
     def status(self) -> Status:
-        return self.buffer.status
+        """What is kept for its next use is not for others to read: they gather it like any other."""
+        return Status.NOT_AVAILABLE if self.buffer.is_kept else self.buffer.status
 
     @property
     def number(self) -> int:
@@ -191,6 +192,11 @@ class FlatBuffer:
         """`full` has memory: gathered, or on its way."""
         return self._status is not Status.NOT_AVAILABLE
 
+    @property
+    def is_kept(self) -> bool:
+        """The weights are here, for a use that is to come (`guard`)."""
+        return self._guarded
+
     def gather(self) -> None:
         """Launch the all-gather of `full`; `wait` makes it usable. Nothing to do when it is live already."""
         if self.is_live:
@@ -258,6 +264,29 @@ class FlatBuffer:
     def accept_edits(self) -> None:
         """What is in `full` now counts as unedited."""
         self._versions = [parameter._version for parameter in self.parameters]
+
+    def take_back(self, *, keep: bool) -> bool:
+        """Whether parameters were given other memory (`.data = ...`) while they were gathered: they get their own
+        again, filled with the values of the other to `keep` these. StateError for another shape."""
+        found, misfits = False, []
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views, strict=True):
+                if self.shares_memory(parameter):
+                    continue
+                found, other = True, parameter.data
+                parameter.data = view
+                if keep and other.shape != view.shape:
+                    misfits.append(
+                        f"{slot.name!r} was given the shape {tuple(other.shape)} instead of {slot.spec.shape}"
+                    )
+                elif keep:
+                    view.copy_(other)
+        if misfits:
+            raise StateError(
+                f"{misfits[0]} while it was gathered. Exchange parameters of other shapes in their modules, before "
+                f"`initialize`."
+            )
+        return found
 
     def check_refreshable(self) -> None:
         """StateError where new masters could not reach what is gathered now."""

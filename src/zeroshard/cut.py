@@ -61,6 +61,8 @@ class Cut:
     buffer = None
     status = Status.NOT_AVAILABLE
     """As long as its class says that it is sharded."""
+    by = "by zeroshard.Init, has no engine yet"
+    """Why, for messages."""
 
     def __init__(
         self, parameter: nn.Parameter, access: Cuts, name: str, dtype: torch.dtype | None, on_host: bool
@@ -154,8 +156,8 @@ class Cut:
 
 def _refuse(cut: Cut, operation: str, what: str = "") -> ShardedAccessError:
     return ShardedAccessError(
-        f"{what}parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks by "
-        f"zeroshard.Init, has no engine yet, and {operation!r} needs its elements. Cure, on every rank: "
+        f"{what}parameter {cut.name!r} (shape {tuple(cut.shape)}) is sharded over {cut.shards} ranks {cut.by}, and "
+        f"{operation!r} needs its elements. Cure, on every rank: "
         f"`with zeroshard.zero.GatheredParameters(param, modifier_rank=0): ...` to read or edit it, or run "
         f"this under `with zeroshard.Init(): ...` again, or after `zeroshard.initialize` (which also moves "
         f"the model to its device)."
@@ -210,6 +212,7 @@ class Cuts:
         """`parameter`, whose `values` all ranks have, becomes one of these, put away. Nothing is sent."""
         parameter.data = values
         cut = Cut(parameter, self, name, None, on_host=False)
+        cut.by = "since its engine was destroyed (engine.close() leaves whole weights)"
         cut.take_shape_of(parameter)
         start, stop = cut.range_of(self.rank)
         cut.piece.copy_(values.reshape(-1)[start:stop])

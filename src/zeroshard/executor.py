@@ -183,7 +183,7 @@ class Executor:
         if plan.expects(position, point):
             return plan
         self._plan = self.paths.beginning_with(self._records_grad, (*self._trace, point))
-        self._drop_unclaimed()
+        self.drop_unclaimed()
         if self._plan is None:
             self.divergences += 1
             if self._warn_of_divergence:
@@ -435,7 +435,7 @@ class Executor:
         self._order.leave(task)
         if not self._order.is_running:
             self.reduces.end()
-            self._drop_unclaimed()
+            self.drop_unclaimed()
             if self.clock is not None:
                 self.clock.stop("backward")
 
@@ -461,7 +461,7 @@ class Executor:
         self._reads.abandon()
         for use in self._uses:
             use.forwards = use.backwards = 0
-        self._drop_unclaimed()
+        self.drop_unclaimed()
         if trace:
             self.paths.learn(self._records_grad, trace)
 
@@ -477,9 +477,9 @@ class Executor:
             use.pinned = False
         while self._leaf_hooks:
             self._leaf_hooks.pop().remove()
-        self._drop_unclaimed()
+        self.drop_unclaimed()
 
-    def _drop_unclaimed(self) -> None:
+    def drop_unclaimed(self) -> None:
         for bucket, use in enumerate(self._uses):
             if not use.is_open:
                 self._free(bucket)

@@ -62,8 +62,8 @@ class FullState:
         self._copies = _Copies()
         self.parts_are_gathered = True
         """A state dict that is asked of a part of the model, and not of the whole, has elements too."""
-        self._gathers = True
-        """So for the one that is being made."""
+        self._of_whole = False
+        """The one that is being made is that of the whole model."""
         self._root: weakref.ref[nn.Module] | None = None
         self._opened: Any = WeakIdKeyDictionary()
         """By module: the buckets that were gathered for it."""
@@ -83,9 +83,10 @@ class FullState:
 
     def _hook(self, module: nn.Module) -> list[RemovableHandle]:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not prefix:  # the outermost call: torch gives those below a prefix
-                assert self._root is not None
-                self._gathers = self.parts_are_gathered or module is self._root()
+            # Without a prefix it is the outermost call; with one it is below that, or below what wraps the model.
+            assert self._root is not None
+            if not prefix or module is self._root():
+                self._of_whole = module is self._root()
             if self._gathers:
                 self._open(module)
             else:
@@ -96,6 +97,9 @@ class FullState:
             if not self._gathers:
                 self._give_aliases(module, False)
             self._shut(module)
+            assert self._root is not None
+            if module is self._root():
+                self._of_whole = False
 
         def before_load(module: nn.Module, given: Any, prefix: str, metadata: Any, *more: Any) -> None:
             self._refuse_exchange(module, metadata)
@@ -115,6 +119,11 @@ class FullState:
         ]
 
     # ---- buckets ------------------------------------------------------------------------------------
+
+    @property
+    def _gathers(self) -> bool:
+        """The state dict that is being made has elements."""
+        return self.parts_are_gathered or self._of_whole
 
     def _holds(self, parameter: nn.Parameter) -> bool:
         """It is this engine's. A copy of a module keeps these hooks, and may be plain, or another engine's."""

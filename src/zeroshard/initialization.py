@@ -19,6 +19,7 @@ from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import (
     Collectives,
+    CommsLog,
     LocalCollectives,
     ballot,
     log_for,
@@ -99,10 +100,7 @@ def initialize(
     checkpointing.adopt(parsed)
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
-    groups = open_groups(policy, world)
-    comms_log = log_for(parsed.comms_logger)
-    if comms_log is not None:
-        groups = timed(groups, comms_log)
+    groups = open_groups(policy, world, log_for(parsed.comms_logger))
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler, engine_class
     )
@@ -182,7 +180,7 @@ def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> 
             )
 
 
-def open_groups(policy: Policy, world: World) -> Groups:
+def open_groups(policy: Policy, world: World, comms_log: CommsLog | None = None) -> Groups:
     """Gathers and reduces on groups of their own, so that neither waits for the other's order.
 
     Shard groups are consecutive ranks, and so are the groups of a secondary copy inside them; ranks of the same
@@ -205,6 +203,8 @@ def open_groups(policy: Policy, world: World) -> Groups:
     replicate = opened([ranks[place::shard] for place in range(shard)])
     secondary = opened(_consecutive(ranks, policy.secondary_size)) if policy.secondary_size > 1 else None
     groups = Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=owned)
+    if comms_log is not None:
+        groups = timed(groups, comms_log)
     ended.watch(groups)
     return groups
 
@@ -244,7 +244,8 @@ class _Ended:
         for number, owned in list(self._gone.items()):
             if not owned:
                 del self._gone[number]
-        mine = [number for number in self._gone if number > self._made - self._WINDOW]
+        # A copy first: garbage may be collected at any line, which adds entries.
+        mine = [number for number in list(self._gone) if number > self._made - self._WINDOW]
         flags = torch.zeros(self._WINDOW, dtype=torch.float64, device=self._world.device)
         for number in mine:
             flags[number % self._WINDOW] = 1.0

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -232,6 +233,7 @@ def rewire(
     already, and what `load_state_dict` brings later.
     """
     whole = {id(part): tuple(shape_of[key]) for key, part in slice_of.items()}
+    optimizer.register_state_dict_post_hook(_mark_ranges)
     optimizer.register_load_state_dict_pre_hook(functools.partial(_cut_loaded, whole))
     state = dict(optimizer.state)
     optimizer.state.clear()
@@ -257,6 +259,33 @@ def _cut_state(state: Mapping[str, Any], shape: tuple[int, ...], part: ShardSlic
     return {key: cut(value) for key, value in state.items()}
 
 
+_RANGES = "zeroshard_ranges"
+"""Of a state dict: which elements of each flattened parameter its state is of, so that it finds its rank again."""
+
+
+def _ranges_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    parts = [part for group in optimizer.param_groups for part in group["params"]]
+    starts = [getattr(part, "start", 0) for part in parts]
+    return [(start, start + part.numel()) for start, part in zip(starts, parts, strict=True)]
+
+
+def _mark_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict[_RANGES] = _ranges_of(optimizer)
+
+
+def _check_ranges(shape_of: Mapping[int, tuple[int, ...]], optimizer: Optimizer, saved: Any) -> None:
+    """StateError for state of parts that are not this rank's, which may have the same sizes, or be missing."""
+    parts = [part for group in optimizer.param_groups for part in group["params"]]
+    whole = [(0, math.prod(shape_of.get(id(part), part.shape))) for part in parts]
+    if saved is None or [tuple(pair) for pair in saved] in (_ranges_of(optimizer), whole):
+        return
+    raise StateError(
+        "optimizer.load_state_dict: the state is that of another rank's parts, or of another number of ranks. What "
+        "`optimizer.state_dict()` gives is this rank's alone: save with engine.save_checkpoint, on all ranks, and "
+        "load with engine.load_checkpoint"
+    )
+
+
 def _cut_loaded(
     shape_of: Mapping[int, tuple[int, ...]], optimizer: Optimizer, state_dict: dict[str, Any]
 ) -> dict[str, Any]:
@@ -264,6 +293,7 @@ def _cut_loaded(
 
     State of slices that are this rank's stays. Raises StateError for that of others, which fits nothing here.
     """
+    _check_ranges(shape_of, optimizer, state_dict.get(_RANGES))
     states = dict(state_dict["state"])
     for group, saved in zip(
         optimizer.param_groups, state_dict["param_groups"], strict=False

@@ -107,3 +107,29 @@ def test_an_enumeration_that_is_not_imported_is_told_when_it_is_asked_for() -> N
     with pytest.raises(CheckpointError, match=r"entry 'settings' .* of_the_user.Mode, .* Import the module"):
         check_known(found, "saves/a")
     check_known({"epoch": 3}, "saves/a")
+
+
+class _Calls:
+    """Pickled as `reduce`, with `state` written into what that makes."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], state: Any) -> None:
+        self.reduce = function, args, state
+
+    def __reduce__(self) -> Any:
+        return self.reduce
+
+
+@pytest.mark.parametrize("state", [{"_value_": 7}, (None, {"_name_": "SLOW"})])
+def test_members_of_enumerations_cannot_be_changed(state: Any, tmp_path: pathlib.Path) -> None:
+    attack = _Calls(Mode, (1,), state)
+    with pytest.raises(pickle.UnpicklingError, match=r"it changes Mode\.FAST"):
+        unpack(pack({"mode": attack}))
+    torch.save({"mode": attack}, tmp_path / "states.pt")
+    with pytest.raises(CheckpointError, match=r"it changes Mode\.FAST"):
+        open_states(tmp_path / "states.pt")
+    assert (Mode.FAST.value, Mode.FAST.name, Mode(1)) == (1, "FAST", Mode.FAST)
+
+
+def test_no_classes_are_made() -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpack(pack(_Calls(enum.Enum, ("Made", ["A"]), None)))

@@ -13,6 +13,7 @@ from pairs import STAGES, Net, Pair, adamw, attempt
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.errors import ShardedAccessError, StateError
 from zeroshard.testing import RankPool
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -385,3 +386,35 @@ def scaled_moments(rank: int, world: int, stage: int) -> float:
 @every_stage
 def test_gradients_are_shown_without_the_loss_scale(ranks2: RankPool, stage: int) -> None:
     assert max(ranks2.run(scaled_moments, stage)) <= 2e-3
+
+
+def exchanged(rank: int, world: int, stage: int, precision: str) -> None:
+    """`.data = ...` inside of `gathered` is an edit like one in place."""
+    pair = Pair.of(rank, world, stage, Net, **PRECISIONS[precision])
+    engine, parameter = pair.engine, pair.model.blocks[0].up.weight
+    others = {n: engine.full_fp32(p) for n, p in pair.model.named_parameters() if p is not parameter}
+    value = torch.arange(1.0, parameter.numel() + 1).view(parameter.shape)
+    with engine.gathered(parameter, modifier_rank=1):
+        parameter.data = value.to(parameter.dtype) if rank == 1 else torch.full_like(value, 99.0)
+    assert torch.equal(engine.full_fp32(parameter), value)
+    with pytest.raises(ShardedAccessError, match="edited inside"), engine.gathered(parameter):
+        parameter.data = 2 * value.to(parameter.dtype)
+    misfit = pytest.raises(StateError, match=r"blocks.0.up.weight' was given the shape \(3,\)")
+    with misfit, engine.gathered(parameter, modifier_rank=rank):
+        parameter.data = torch.ones(3)
+    assert torch.equal(engine.full_fp32(parameter), value)
+    for group in pair.optimizer.param_groups:
+        group["lr"] = 0.0
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+    assert torch.equal(engine.full_fp32(parameter), value)
+    assert all(
+        torch.equal(engine.full_fp32(p), others[n]) for n, p in pair.model.named_parameters() if n in others
+    )
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@every_stage
+def test_memory_given_to_a_gathered_weight_is_an_edit(ranks2: RankPool, stage: int, precision: str) -> None:
+    ranks2.run(exchanged, stage, precision)

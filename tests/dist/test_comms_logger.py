@@ -236,3 +236,23 @@ def test_ranks_that_logged_different_things(ranks2: RankPool) -> None:
     first, last = ranks2.run(disagree)
     assert first["summary"] == {}
     assert all(row["count"] == 0 for sizes in last["straggler_analysis"].values() for row in sizes.values())
+
+
+def beside_another(rank: int, world: int) -> list[float]:
+    """An engine that is logged, and one that is made beside it."""
+    torch.manual_seed(0)
+    engine, *_ = zeroshard.initialize(model=tiny(), config=settings(1, {"enabled": True}))
+    other, *_ = zeroshard.initialize(model=tiny(), config=settings(1))
+    losses = train(engine, rank)
+    alive = torch.ones(1)
+    for group in engine._states.groups.owned:
+        torch.distributed.all_reduce(alive, group=group)
+    engine.close()
+    other.close()
+    reset_log()
+    return [*losses, float(alive)]
+
+
+def test_the_groups_of_a_logged_engine_stay_with_it(ranks2: RankPool) -> None:
+    for *_, alive in ranks2.run(beside_another):
+        assert alive == 4.0, "two groups of two ranks"

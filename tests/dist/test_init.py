@@ -327,6 +327,8 @@ def handed_on(rank: int, world: int) -> list[str]:
     cut.Cuts.of(dist.group.WORLD, engine.device)._open_one = None  # type: ignore[assignment, method-assign]
     try:
         engine.close(whole=False)
+        sharded = next(p for p in model.parameters() if isinstance(p, ShardedParameter))
+        assert "since its engine was destroyed (engine.close()" in attempt(sharded.sum)[1]
         kept = sum(home_of(p).piece.numel() for p in model.parameters() if p.numel())
         dist.all_reduce(total := torch.tensor(kept))
         wrong = ["more than once"] * (int(total) != sum(p.numel() for p in model.parameters()))

@@ -96,3 +96,25 @@ def test_state_of_other_pieces_is_refused_and_nothing_changes(ranks2: RankPool, 
     for same in ranks2.run(load_misfits, stage):
         assert same
         assert all(same)
+
+
+def load_of_rank_0(rank: int, world: int, stage: int) -> bool:
+    """A script that saves on rank 0 alone, and loads that on all ranks."""
+    engine = make(stage)
+    engine.backward(engine(batch(0, rank)).square().mean())
+    engine.step()
+    assert engine.optimizer is not None
+    given: list[Any] = [engine.optimizer.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(given)
+    refused = False
+    try:
+        engine.optimizer.load_state_dict(given[0])
+    except StateError as error:
+        refused = "another rank's parts" in str(error)
+    engine.close()
+    return refused
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_rank_0_is_not_that_of_others(ranks2: RankPool, stage: int) -> None:
+    assert ranks2.run(load_of_rank_0, stage) == [False, stage > 0], "at stage 0 all ranks have all of it"

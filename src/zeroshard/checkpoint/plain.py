@@ -14,10 +14,12 @@ import enum
 import functools
 import io
 import pathlib
+import pickle
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,19 +68,44 @@ def unpack(data: bytes) -> Any:
     """What was packed, tensors on the CPU. Raises pickle.UnpicklingError for what may run code."""
     asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
     unknown = [(functools.partial(Unknown, name), name) for name in asked if _found(name) is None]
-    with torch.serialization.safe_globals([*harmless(asked), *unknown]):
+    with harmless(asked, unknown):
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
-def harmless(asked: Iterable[str] = ()) -> list[_Allowed]:
-    """For `torch.serialization.safe_globals`: classes that run no code of anybody's when they are built, and those
-    of the names `asked` that are enumerations and imported."""
-    enumerations = [
-        (found, name)
-        for name in asked
-        if isinstance(found := _found(name), type) and issubclass(found, enum.Enum)
-    ]
-    return [*_HARMLESS, *_numpy(), *enumerations]
+@contextmanager
+def harmless(asked: Iterable[str], more: Iterable[_Allowed] = ()) -> Iterator[None]:
+    """Inside, torch's weights-only unpickler knows classes that run no code of anybody's when they are built, those
+    of the names `asked` that are enumerations and imported, and `more`.
+
+    A file can write into what it names. Members of enumerations are everybody's: should one have been changed, it
+    is put back, and that is an UnpicklingError.
+    """
+    enumerations = [(found, name) for name in asked if _has_members(found := _found(name))]
+    members = {id(member): member for found, _ in enumerations for member in _members(found)}
+    before = {key: dict(vars(member)) for key, member in members.items()}
+    try:
+        with torch.serialization.safe_globals([*_HARMLESS, *_numpy(), *enumerations, *more]):
+            yield
+    finally:
+        changed = [member for key, member in members.items() if not _same(vars(member), before[key])]
+        for member in changed:
+            vars(member).clear()
+            vars(member).update(before[id(member)])
+    if changed:
+        raise pickle.UnpicklingError(f"it changes {type(changed[0]).__qualname__}.{changed[0].name}")
+
+
+def _has_members(found: Any) -> bool:
+    """An enumeration; one without members makes new classes when it is called."""
+    return isinstance(found, type) and issubclass(found, enum.Enum) and bool(found.__members__)
+
+
+def _members(found: type[enum.Enum]) -> list[enum.Enum]:
+    return [*found.__members__.values(), *found._value2member_map_.values()]
+
+
+def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
 
 
 def check_known(values: Mapping[str, Any], where: str) -> None:

@@ -101,8 +101,23 @@ def all_reduce_coalesced(
 
 
 def _each(calls: list[Callable[[], Any]]) -> Any:
-    works = [call() for call in calls]
-    return works[-1] if works else None
+    works = [work for work in [call() for call in calls] if work is not None]
+    return _All(works) if works else None
+
+
+class _All:
+    """Several collectives as one: gloo's may end in any order."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: timedelta) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -190,7 +205,8 @@ _MPI = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    # SLURM_NTASKS is that of the job, also in its batch script, which is one process.
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 
 

@@ -18,14 +18,15 @@ from torch.utils.data import Dataset
 import zeroshard
 from zeroshard.checkpoint.together import together
 from zeroshard.compat.client_state import without_objects
-from zeroshard.compat.comm import get_local_rank, init_distributed
+from zeroshard.compat.comm import get_local_rank, get_world_size, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
 from zeroshard.config import Config, read_config
 from zeroshard.config.scalars import plain
 from zeroshard.engine import Engine
-from zeroshard.errors import NotYetError
+from zeroshard.errors import NotYetError, StateError
 from zeroshard.mixed_precision import DTYPES
+from zeroshard.monitor import Monitor
 from zeroshard.precision import dtype_of
 
 __all__ = ["DeepSpeedEngine", "initialize"]
@@ -59,16 +60,22 @@ class DeepSpeedEngine(Engine):
         self._full_state.parts_are_gathered = False  # PEFT asks parts for their names on rank 0 alone
         if self.optimizer is not None:
             # For clients that look there: Hugging Face holds its own scheduler back when a step was skipped.
-            vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, overflow=False)
+            # What DeepSpeed's optimizer wraps, `optimizer.optimizer`, is the optimizer itself.
+            vars(self.optimizer).update(_zeroshard_stage=self.policy.stage, optimizer=self.optimizer)
             if self.policy.stage >= 3:
                 vars(self.optimizer)["parameter_offload"] = _ParameterOffload()
-            self._handles.append(self.optimizer.register_step_post_hook(self._tell_overflow))
+            self._tell_overflow(self.optimizer, overflow=False)
+            self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if self.policy.stage >= 3:
             mark(self.module.parameters())
         _engines.add(self)
 
-    def _tell_overflow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        vars(optimizer)["overflow"] = not self.was_step_applied()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._tell_overflow(optimizer, overflow=not self.was_step_applied())
+
+    def _tell_overflow(self, optimizer: Optimizer, *, overflow: bool) -> None:
+        scale = self.loss_scale()
+        vars(optimizer).update(overflow=overflow, loss_scale=scale, cur_scale=scale)
 
     @property
     def config(self) -> dict[str, Any]:  # type: ignore[override]
@@ -77,9 +84,18 @@ class DeepSpeedEngine(Engine):
 
     def close(self, *, whole: bool = True) -> None:
         """See `zeroshard.Engine.close`."""
+        if self._closed:
+            return  # the module may have another engine by now
         super().close(whole=whole)
         _engines.discard(self)
         unmark(self.module.parameters())
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise StateError(
+                f"{what} of an engine that has ended: by close() or destroy(), or because `deepspeed.initialize` "
+                f"made another engine of the same module, which is the one to use"
+            )
 
     # ---- who is who ---------------------------------------------------------------------------------
 
@@ -119,9 +135,9 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _lightning(self) -> Any:
-        """Lightning's Trainer that the module is attached to, or None."""
+        """Lightning's Trainer that runs this engine, or None. A module keeps its Trainer when that is done."""
         trainer = getattr(self.module, "_trainer", None)
-        return trainer if hasattr(trainer, "accumulate_grad_batches") else None
+        return trainer if getattr(getattr(trainer, "strategy", None), "model", None) is self else None
 
     def backward(
         self,
@@ -146,7 +162,8 @@ class DeepSpeedEngine(Engine):
 
     def empty_partition_cache(self) -> None:
         """Free every weight that is gathered and not in use, and the allocator's cache."""
-        self._executor.end_step()
+        self._executor.end_path()
+        self._executor.drop_unclaimed()
         if self.device.type != "cpu":
             torch.get_device_module(self.device.type).empty_cache()
 
@@ -154,6 +171,11 @@ class DeepSpeedEngine(Engine):
         raise NotYetError("engine.offload_states(): offload is planned and not there yet")
 
     reload_states = offload_states
+
+    @property
+    def monitor(self) -> Monitor:
+        """What the config's monitors are written with: `write_events([(name, value, step), ...])`."""
+        return self._progress.monitor
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
@@ -270,8 +292,24 @@ class DeepSpeedEngine(Engine):
             for spelling in (key, f"stage3_{key}"):
                 if spelling in type(section).model_fields:
                     return lambda: getattr(section, spelling)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in _INSTEAD:
+                raise
+            raise AttributeError(f"engine.{name} of DeepSpeed is not here: {_INSTEAD[name]}") from None
 
+
+_INSTEAD = {
+    "checkpoint_engine": "save_checkpoint and load_checkpoint are; `checkpoint.async` writes in the background",
+    "eval_batch": "it is PipelineEngine's; call engine(...) and engine.module.eval()",
+    "get_wall_clock_timers": "set wall_clock_breakdown in the config, which prints them",
+    "losses": "engine.backward returns the loss",
+    "timers": "set wall_clock_breakdown in the config, or use torch.profiler",
+    "train_batch": "it is PipelineEngine's; call engine(...), engine.backward(loss), engine.step()",
+    "tput_timer": "steps_per_print in the config prints the throughput",
+}
+"""Attributes that scripts ask for, and what to do instead."""
 
 _SETTINGS = {
     "aio_config": "aio",
@@ -344,6 +382,28 @@ def _without_idle_keys(given: Any, optimizer: Any) -> Any:
     return {name: value for name, value in raw.data.items() if name not in idle}
 
 
+def _check_mpu(mpu: Any) -> None:
+    """NotYetError unless all ranks are data parallel to each other."""
+    sizes = {
+        name: getattr(mpu, f"get_{name}_world_size", None)
+        for name in (
+            "model_parallel",
+            "tensor_model_parallel",
+            "pipe_parallel",
+            "pipeline_model_parallel",
+            "sequence_parallel",
+        )
+    }
+    found = {name: ask() for name, ask in sizes.items() if ask is not None and ask() != 1}
+    data = getattr(mpu, "get_data_parallel_world_size", get_world_size)()
+    if found or data != get_world_size():
+        told = ", ".join(f"{name} {size}" for name, size in {**found, "data_parallel": data}.items())
+        raise NotYetError(
+            f"mpu has {told}, of {get_world_size()} ranks: model parallelism is planned and not there yet; "
+            f"gradients are averaged over all ranks. Leave mpu out"
+        )
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -361,17 +421,15 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
     """`zeroshard.initialize` with DeepSpeed's arguments and engine.
 
-    An engine that `model` has already is closed. `config` wins over `config_params` and over
-    `args.deepspeed_config`. `mpu` and `mesh_param` are for model
-    parallelism, which is not there yet: only a size of 1 is accepted.
+    An engine that `model` has already is closed. `config` wins over `config_params` and `args.deepspeed_config`.
+    `mpu` and `mesh_param` are for model parallelism, which is not there yet: only a size of 1 is accepted.
     """
     if mesh_param is not None and mesh_param[1] != 1:
         raise NotYetError(f"mesh_param={mesh_param}: sequence parallelism is planned and not there yet")
-    if mpu is not None and mpu.get_model_parallel_world_size() != 1:
-        raise NotYetError("mpu: model parallelism is planned and not there yet; leave it out")
-    _let_go(model)
     if dist_init_required is not None or not dist.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _check_mpu(mpu)
+    _let_go(model)
     given = _without_idle_keys(config if config is not None else config_params, optimizer)
     engine, made, loader, scheduler = zeroshard.initialize(
         None if given is not None else args,

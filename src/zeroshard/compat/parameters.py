@@ -7,6 +7,7 @@ has the class that its user gave it, so what stays true meanwhile is put on the 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ class GatheredParameters(zero.GatheredParameters):
     """`zeroshard.zero.GatheredParameters`, with DeepSpeed's rule for what is not sharded: left alone.
 
     Lists made from a set, in another order on each rank, may have buffers among them; others have None where a
-    layer has no bias.
+    layer has no bias. Below stage 3 all ranks may edit all that they have; `modifier_rank` makes one's count.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class GatheredParameters(zero.GatheredParameters):
         elif isinstance(params, Tensor):
             params = [params]
         sharded = [entry for entry in params if isinstance(entry, Tensor) and home_of(entry) is not None]
+        if modifier_rank is None:
+            sharded = [entry for entry in sharded if is_zero_param(entry) or home_of(entry).buffer is None]
         super().__init__(sharded, modifier_rank, fwd_module, enabled)
 
 
@@ -75,8 +78,12 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         home = home_of(parameter)
         if home is not None:
-            known = (home.number, home.shape, home.shape.numel(), ZeroParamStatus.AVAILABLE, home.piece)
-            parameter.__dict__.update(zip(_NAMES, (*known, _partition_numel(home)), strict=True))
+            numel = home.shape.numel()
+            known = (home.number, home.shape, numel, ZeroParamStatus.AVAILABLE, home.piece)
+            part = functools.partial(
+                _partition_numel, numel, home.shards
+            )  # gathered parameters may be pickled
+            parameter.__dict__.update(zip(_NAMES, (*known, part), strict=True))
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
@@ -86,8 +93,8 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
             parameter.__dict__.pop(name, None)
 
 
-def _partition_numel(home: Any) -> Callable[[], int]:
-    return lambda: -(-home.shape.numel() // home.shards)
+def _partition_numel(numel: int, shards: int) -> int:
+    return -(-numel // shards)
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_map
 from zeroshard.compat.accelerator import get_accelerator
 from zeroshard.compat.comm import get_rank
 from zeroshard.config import parse
+from zeroshard.errors import StateError
+from zeroshard.guard import has_engine
 from zeroshard.monitor import Monitor
 
 __all__ = [
@@ -158,9 +160,14 @@ def set_random_seed(seed: int) -> None:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> Tensor:
-    """torch's, for plain parameters. Those of an engine are clipped by `gradient_clipping` of the config, or by
-    `engine.clip_grad_norm_`."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    """torch's, for plain parameters. Those of an engine, which leaves no gradients on them, are a StateError."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(has_engine(parameter) for parameter in given):
+        raise StateError(
+            "clip_grad_norm_ of parameters that an engine trains: their gradients are in the engine, and nothing "
+            "would be clipped. Set gradient_clipping in the config, or call engine.clip_grad_norm_(max_norm)"
+        )
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:

@@ -55,7 +55,7 @@ def open_value(path: Path) -> Any:
                 file.read(4) == b"PK\x03\x04"
             )  # else of `checkpoint_serialization: false`, which cannot be mapped
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        with torch.serialization.safe_globals([*_ALLOWED, *harmless(asked)]):
+        with harmless(asked, _ALLOWED):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {COPY}") from None
