@@ -6,6 +6,7 @@ import argparse
 import datetime
 import decimal
 import enum
+import io
 import os
 import pathlib
 import pickle
@@ -59,11 +60,29 @@ def test_comes_back(what: str) -> None:
     assert type(found) is type(VALUES[what])
 
 
-def test_arrays_come_back() -> None:
-    for array in (np.arange(6.0).reshape(2, 3), np.array([1, 2], dtype=np.int16), np.array(["a", "bc"])):
-        found = unpack(pack(array))
-        assert found.dtype == array.dtype
-        assert np.array_equal(found, array)
+def test_arrays_come_back_as_tensors_and_numbers_as_numbers() -> None:
+    for array in (np.arange(6.0).reshape(2, 3), np.array([1, 2], dtype=np.int16)):
+        found = unpack(pack({"a": [array]}))["a"][0]
+        assert torch.equal(found, torch.from_numpy(array))
+    assert type(unpack(pack(np.float32(0.5)))) is float
+
+
+@pytest.mark.parametrize(
+    "value", [np.arange(3), np.array([object()]), np.zeros(1, "f8,i4")[0], np.dtype([("a", object)])]
+)
+def test_files_with_arrays_of_numpy_are_refused(value: Any) -> None:
+    """Such a file may describe elements that are addresses: what reads them reads any memory, or dies."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with pytest.raises((pickle.UnpicklingError, KeyError)):
+        unpack(buffer.getvalue())
+
+
+def test_numbers_of_numpy_in_the_files_of_others() -> None:
+    for number in (np.float64(2.5), np.int8(-3), np.bool_(True), np.uint64(2**63), np.float16(0.5)):
+        buffer = io.BytesIO()
+        torch.save([number], buffer)
+        assert unpack(buffer.getvalue()) == [number.item()]
 
 
 class Runs:

@@ -1,8 +1,9 @@
 """What a checkpoint holds that is no tensor: values that are read back without running code.
 
 torch's weights-only unpickler builds tensors, numbers, text and lists, tuples and dicts of them. To these come
-harmless classes of the standard library and of numpy, members of enumerations, and what the user names with
-`torch.serialization.add_safe_globals`.
+harmless classes of the standard library, members of enumerations, and what the user names with
+`torch.serialization.add_safe_globals`. numpy's numbers become Python's and its arrays tensors when they are
+saved: a file could describe arrays whose elements are addresses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import io
 import pathlib
 import pickle
+import struct
 import sys
 import types
 import uuid
@@ -23,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import CheckpointError
 
@@ -47,7 +49,32 @@ _HARMLESS: list[_Allowed] = [
     *(dict, float, frozenset, int, list, range, set, slice, str, tuple),
 ]
 
-_NUMPY = ("ndarray", "dtype", "_core.multiarray.scalar", "_core.multiarray._reconstruct")
+_NAMES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+_FORMATS = dict(zip(_NAMES, "?bhiqBHIQefd", strict=True))
+"""What the struct module calls numpy's numbers."""
+
+
+class _NumberType:
+    """What a numpy dtype is in files that others wrote, such as DeepSpeed's: of a plain number, or an error."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self._format, self._order = _FORMATS[name], "<"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._order = ">" if state[1] == ">" else "<"
+
+    def read(self, data: bytes) -> Any:
+        return struct.unpack(self._order + self._format, data)[0]
+
+
+def _number(kind: _NumberType, data: bytes) -> Any:
+    return _NumberType.read(kind, data)
+
+
+_NUMPY: list[_Allowed] = [
+    (_NumberType, "numpy.dtype"),
+    *((_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
 
 
 class Unknown:
@@ -60,7 +87,7 @@ class Unknown:
 def pack(value: Any) -> bytes:
     """`value` as bytes; anything that pickle raises."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(tree_map(_without_numpy, value), buffer)
     return buffer.getvalue()
 
 
@@ -84,7 +111,7 @@ def harmless(asked: Iterable[str], more: Iterable[_Allowed] = ()) -> Iterator[No
     members = {id(member): member for found, _ in enumerations for member in _members(found)}
     before = {key: dict(vars(member)) for key, member in members.items()}
     try:
-        with torch.serialization.safe_globals([*_HARMLESS, *_numpy(), *enumerations, *more]):
+        with torch.serialization.safe_globals([*_HARMLESS, *_NUMPY, *enumerations, *more]):
             yield
     finally:
         changed = [member for key, member in members.items() if not _same(vars(member), before[key])]
@@ -120,14 +147,13 @@ def check_known(values: Mapping[str, Any], where: str) -> None:
                 )
 
 
-def _numpy() -> list[_Allowed]:
-    """numpy's numbers and arrays, where it is imported."""
+def _without_numpy(leaf: Any) -> Any:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return []
-    found: list[Any] = [_at(numpy, path) for path in _NUMPY]
-    kinds = [type(numpy.dtype(code)) for code in "?bhilqBHILQefdFDU"]
-    return [entry for entry in (*found, *dict.fromkeys(kinds)) if entry is not None]
+    if numpy is not None and isinstance(leaf, numpy.generic):
+        return leaf.item()
+    if numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
+        return torch.tensor(leaf)
+    return leaf
 
 
 def _found(name: str) -> Any:
