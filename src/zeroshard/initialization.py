@@ -30,7 +30,7 @@ from zeroshard.config import AutoFacts, Config, parse, require_supported, resolv
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
-from zeroshard.materialize import Groups
+from zeroshard.materialize import Groups, Ownership
 from zeroshard.policy import Policy
 from zeroshard.watching import timed
 from zeroshard.world import World, join
@@ -190,23 +190,22 @@ def open_groups(policy: Policy, world: World) -> Groups:
     """
     ended = _Ended.of(world)
     ranks, shard = list(range(world.size)), policy.shard_size
-    owned: list[dist.ProcessGroup] = []
+    ownership = Ownership()
 
     def opened(partition: list[list[int]]) -> Collectives:
         if len(partition[0]) == 1:
             return LocalCollectives()
         made = [new_group(world.device, members) for members in partition]
         own = next(group for group, members in zip(made, partition, strict=True) if world.rank in members)
-        owned.append(own)
+        ownership.process_groups.append(own)
         return open_collectives(own, world.device)
 
     neighbours = _consecutive(ranks, shard)
     gather, reduce = opened(neighbours), opened(neighbours)
     replicate = opened([ranks[place::shard] for place in range(shard)])
     secondary = opened(_consecutive(ranks, policy.secondary_size)) if policy.secondary_size > 1 else None
-    groups = Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=owned)
-    ended.watch(groups)
-    return groups
+    ended.watch(ownership)
+    return Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, ownership=ownership)
 
 
 class _Ended:
@@ -235,9 +234,9 @@ class _Ended:
             cls._latest._destroy()
         return cls._latest
 
-    def watch(self, groups: Groups) -> None:
+    def watch(self, ownership: Ownership) -> None:
         self._made += 1
-        finalizer = weakref.finalize(groups, self._gone.__setitem__, self._made, groups.owned)
+        finalizer = weakref.finalize(ownership, self._gone.__setitem__, self._made, ownership.process_groups)
         finalizer.atexit = False
 
     def _destroy(self) -> None:
