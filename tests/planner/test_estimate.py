@@ -121,6 +121,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--params", "7e9", "--largest-layer", "10"], "700000000 layers, and 10000 is the most"),
         (["--params", "7.5", "--largest-layer", "1"], "'7.5' is not a whole number"),
         (["--params", "nan", "--largest-layer", "1"], "'nan' is not a whole number"),
+        (["--params", "1e30", "--largest-layer", "1e30"], "--params: '1e30' is not a whole number from 1"),
         (["nowhere"], "'nowhere' is no file or directory, and no factory either"),
         (["nowhere:build"], "importing 'nowhere' raised ModuleNotFoundError"),
         ([f"{TINY}r"], "nothing of that name"),
