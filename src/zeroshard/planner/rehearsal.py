@@ -57,7 +57,7 @@ def rehearse(
         yield build_engine(model, config, batch, groups, device)
 
 
-class _Fakes(FakeTensorMode):
+class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that `module.to(dtype)` can convert.
 
     torch's mode remembers the tensors it has made by weak references, and a module exchanges its parameters for
