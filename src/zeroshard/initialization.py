@@ -19,7 +19,6 @@ from zeroshard import checkpointing
 from zeroshard.assembly import OptimizerLike, build_engine, policy_of
 from zeroshard.comm import (
     Collectives,
-    CommsLog,
     LocalCollectives,
     ballot,
     log_for,
@@ -31,7 +30,7 @@ from zeroshard.config import AutoFacts, Config, parse, require_supported, resolv
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
-from zeroshard.materialize import Groups
+from zeroshard.materialize import Groups, Ownership
 from zeroshard.policy import Policy
 from zeroshard.watching import timed
 from zeroshard.world import World, join
@@ -100,7 +99,10 @@ def initialize(
     checkpointing.adopt(parsed)
     policy = policy_of(parsed, batch, world.size)
     _check_same_on_all_ranks(model, policy, world)
-    groups = open_groups(policy, world, log_for(parsed.comms_logger))
+    groups = open_groups(policy, world)
+    comms_log = log_for(parsed.comms_logger)
+    if comms_log is not None:
+        groups = timed(groups, comms_log)
     engine = build_engine(
         model, parsed, batch, groups, world.device, optimizer, model_parameters, lr_scheduler, engine_class
     )
@@ -180,7 +182,7 @@ def _check_same_on_all_ranks(model: nn.Module, policy: Policy, world: World) -> 
             )
 
 
-def open_groups(policy: Policy, world: World, comms_log: CommsLog | None = None) -> Groups:
+def open_groups(policy: Policy, world: World) -> Groups:
     """Gathers and reduces on groups of their own, so that neither waits for the other's order.
 
     Shard groups are consecutive ranks, and so are the groups of a secondary copy inside them; ranks of the same
@@ -188,25 +190,22 @@ def open_groups(policy: Policy, world: World, comms_log: CommsLog | None = None)
     """
     ended = _Ended.of(world)
     ranks, shard = list(range(world.size)), policy.shard_size
-    owned: list[dist.ProcessGroup] = []
+    ownership = Ownership()
 
     def opened(partition: list[list[int]]) -> Collectives:
         if len(partition[0]) == 1:
             return LocalCollectives()
         made = [new_group(world.device, members) for members in partition]
         own = next(group for group, members in zip(made, partition, strict=True) if world.rank in members)
-        owned.append(own)
+        ownership.process_groups.append(own)
         return open_collectives(own, world.device)
 
     neighbours = _consecutive(ranks, shard)
     gather, reduce = opened(neighbours), opened(neighbours)
     replicate = opened([ranks[place::shard] for place in range(shard)])
     secondary = opened(_consecutive(ranks, policy.secondary_size)) if policy.secondary_size > 1 else None
-    groups = Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, owned=owned)
-    if comms_log is not None:
-        groups = timed(groups, comms_log)
-    ended.watch(groups)
-    return groups
+    ended.watch(ownership)
+    return Groups(gather=gather, reduce=reduce, replicate=replicate, secondary=secondary, ownership=ownership)
 
 
 class _Ended:
@@ -235,9 +234,9 @@ class _Ended:
             cls._latest._destroy()
         return cls._latest
 
-    def watch(self, groups: Groups) -> None:
+    def watch(self, ownership: Ownership) -> None:
         self._made += 1
-        finalizer = weakref.finalize(groups, self._gone.__setitem__, self._made, groups.owned)
+        finalizer = weakref.finalize(ownership, self._gone.__setitem__, self._made, ownership.process_groups)
         finalizer.atexit = False
 
     def _destroy(self) -> None:

@@ -19,7 +19,7 @@ from zeroshard.policy import BYTES_OF, Policy
 from zeroshard.precision import dtype_name, dtype_of
 from zeroshard.streams import Lane
 
-__all__ = ["Description", "Groups", "build_buffer", "describe", "make_trainable", "move_buffers"]
+__all__ = ["Description", "Groups", "Ownership", "build_buffer", "describe", "make_trainable", "move_buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,13 @@ class Description:
     modules: Mapping[str, nn.Module]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ownership:
+    """Process groups that were made for an engine; gone when the engine is."""
+
+    process_groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """The collectives a model is sharded over. Gathers and reduces each have an order of their own."""
@@ -41,15 +48,15 @@ class Groups:
     replicate: Collectives
     secondary: Collectives | None = None
     """The neighbours that share a second copy of gathered parameters (hpZ)."""
-    owned: list[dist.ProcessGroup] = field(default_factory=list)
-    """Process groups made for these collectives, which end with them."""
+    ownership: Ownership = field(default_factory=Ownership)
+    """Of the process groups made for these collectives, which end with them. Copies of a `Groups` share it."""
 
     def close(self) -> None:
         for group in (self.gather, self.reduce, self.replicate, self.secondary):
             if group is not None:
                 group.close()
-        while self.owned:
-            dist.destroy_process_group(self.owned.pop())
+        while self.ownership.process_groups:
+            dist.destroy_process_group(self.ownership.process_groups.pop())
 
 
 def describe(

@@ -92,9 +92,9 @@ def predict_memory(
 def _update_peak(
     separate: Sequence[BucketLayout], policy: Policy, rank: int, accumulates: bool, tile: int | None
 ) -> int:
-    """Bytes. Gradients that were summed, or reduced, in fp32 are what the optimizer takes."""
+    """Bytes. What was summed after its reduction, or reduced in fp32, is fp32 when the optimizer takes it."""
     narrow = [bucket for bucket in separate if BYTES_OF[policy.reduce_dtype or bucket.dtype] < 4]
-    if accumulates or not narrow:
+    if (accumulates and policy.reduce_every_backward) or not narrow:
         return 0
     total = sum(bucket.shard_numel for bucket in narrow)
     owned = [piece.numel for bucket in narrow for piece in bucket.pieces(rank)]

@@ -33,7 +33,10 @@ def test_sizes() -> None:
         (["--dtypes", "fp99"], "--dtypes: 'fp99' is not one of fp32, bf16"),
         (["--backend", "mpi"], "--backend: 'mpi' is not one of gloo, nccl"),
         (["--csv", "/nowhere/x.csv"], "--csv: /nowhere/x.csv cannot be written"),
-        (["--csv", "/"], "--csv: / cannot be written"),
+        (["--csv", "/"], "--csv: / cannot be written: Is a directory"),
+        (["--csv", "/proc/rows.csv"], "--csv: /proc/rows.csv cannot be written: No such file"),
+        (["--csv", "same.svg", "--plot", "./same.svg"], "both would be written to same.svg"),
+        (["--sizes", "999999999999999G"], "--sizes: '999999999999999G' is not a number of bytes"),
         (["--plot", "x.doc"], "--plot: x.doc must end in .png, .svg or .pdf"),
         (["--ranks", "0"], "--ranks"),
         (["--iterations", "0"], "--iterations"),
@@ -50,6 +53,15 @@ def test_mistakes_are_one_line_and_no_rank_is_started(
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert told in printed.err
+
+
+def test_another_number_of_ranks_than_the_launchers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["bench", "--ranks", "5"]) == 2
+    assert "--ranks: 5, but a launcher has started 2" in capsys.readouterr().err
 
 
 def test_nccl_needs_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from zeroshard.comm import CommsLog, CountingCollectives, FakeCollectives, TimedCollectives, timing
 from zeroshard.comm.bandwidth import OPERATIONS, bandwidth, sent_share
-from zeroshard.comm.log import LogSettings, in_words
+from zeroshard.comm.log import configure_log, in_words
 from zeroshard.config import parse
+from zeroshard.config.sections import CommsLogger
 from zeroshard.errors import ConfigError
 
 
@@ -65,14 +66,14 @@ def test_what_is_logged_is_what_is_counted() -> None:
 
 def test_only_what_is_wanted_is_logged() -> None:
     log = CommsLog()
-    log.configure(LogSettings(prof_all=False, prof_ops=("all_gather_into_tensor", "reduce_scatter")))
+    log.configure(CommsLogger(prof_all=False, prof_ops=("all_gather_into_tensor", "reduce_scatter")))
     exercise(TimedCollectives(FakeCollectives(0, 4), log, "gather"))
     assert [(row.name, row.count) for row in log.rows()] == [("all_gather", 2), ("reduce_scatter", 1)]
 
 
 def test_debug_names_the_caller_and_the_bucket() -> None:
     log = CommsLog()
-    log.configure(LogSettings(debug=True))
+    log.configure(CommsLogger(debug=True))
     exercise(TimedCollectives(FakeCollectives(0, 4), log, "gather").labelled("'blocks.0' (w, b)"))
     assert "all_gather in exercise for 'blocks.0' (w, b)" in {row.name for row in log.rows()}
     assert "broadcast in exercise for 'blocks.0' (w, b)" in {row.name for row in log.rows()}
@@ -134,6 +135,8 @@ def test_measurements_of_a_device_do_not_pile_up(monkeypatch: pytest.MonkeyPatch
 def test_a_misspelt_operation_is_refused_and_one_that_never_comes_is_told() -> None:
     with pytest.raises(ConfigError, match=r'prof_ops = "all_gahter".*did you mean all_gather\?'):
         parse({"comms_logger": {"enabled": True, "prof_ops": ["all_gahter"]}})
+    with pytest.raises(ConfigError, match=r'prof_ops = "all_gahter".*did you mean all_gather\?'):
+        configure_log(prof_all=False, prof_ops=("all_gahter",))
     section = {"enabled": True, "prof_all": False, "prof_ops": ["send", "all_reduce"]}
     assert "an engine launches no send" in parse({"comms_logger": section}).notes[0]
     section["prof_all"] = True

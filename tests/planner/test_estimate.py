@@ -25,6 +25,11 @@ def huge() -> nn.Module:
     return model
 
 
+def converted() -> nn.Module:
+    """As `from_config(...).to(torch.bfloat16)`."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).half()).to(torch.bfloat16)
+
+
 def as_data(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["estimate", *words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -60,6 +65,12 @@ def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"] == 2 * 100_000 * 160_000
     assert found["stages"][0]["zeroshard"]["module buffers"] == 4096
     assert found["stages"][0]["zeroshard"]["parameters"] == 2 * (found["parameters"] // 64)
+
+
+def test_a_factory_may_convert_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_data(capsys, f"{__name__}:converted", "--stage", "0", "--dtype", "bf16", "-n", "1")
+    ours = found["stages"][0]["zeroshard"]
+    assert ours["parameters"] - ours["padding"] == 2 * found["parameters"] == 2 * 144
 
 
 def test_a_config_gives_stage_dtype_optimizer_and_steps(
@@ -110,6 +121,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--params", "7e9", "--largest-layer", "10"], "700000000 layers, and 10000 is the most"),
         (["--params", "7.5", "--largest-layer", "1"], "'7.5' is not a whole number"),
         (["--params", "nan", "--largest-layer", "1"], "'nan' is not a whole number"),
+        (["--params", "1e30", "--largest-layer", "1e30"], "--params: '1e30' is not a whole number from 1"),
         (["nowhere"], "'nowhere' is no file or directory, and no factory either"),
         (["nowhere:build"], "importing 'nowhere' raised ModuleNotFoundError"),
         ([f"{TINY}r"], "nothing of that name"),

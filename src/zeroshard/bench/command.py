@@ -78,6 +78,9 @@ def _command(
     if os.environ.get("RANK", "0") == "0":  # it writes them
         _check_files(csv, plot)
     if all(name in os.environ for name in _RANK_VARIABLES):
+        started = os.environ["WORLD_SIZE"]
+        if ranks is not None and str(ranks) != started:
+            raise ConfigError(f"--ranks: {ranks}, but a launcher has started {started}; leave it out")
         _measure(plan, chosen, csv, plot)
         return 0
     count = _ranks(ranks, chosen)
@@ -114,11 +117,17 @@ def _check_files(csv: Path | None, plot: Path | None) -> None:
     for option, file in (("--csv", csv), ("--plot", plot)):
         if file is None:
             continue
-        folder = file.parent
-        if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-            raise ConfigError(f"{option}: {file} cannot be written; is there a directory {folder}?")
+        there = file.exists()
+        try:
+            file.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"{option}: {file} cannot be written: {error.strerror}") from error
+        if not there:
+            file.unlink()
     if plot is None:
         return
+    if csv is not None and csv.resolve() == plot.resolve():
+        raise ConfigError(f"--csv and --plot: both would be written to {plot}")
     if plot.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot: {plot} must end in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:

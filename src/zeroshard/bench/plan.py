@@ -29,6 +29,9 @@ DTYPES = {
 }
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
+_LARGEST = 1 << 60
+"""Beyond it torch has no number for the bytes of a tensor."""
+
 _T = TypeVar("_T")
 
 
@@ -51,9 +54,9 @@ def sizes_of(text: str) -> tuple[int, ...]:
     """Bytes, from `4K,1M,16M`; K, M and G are powers of 1024."""
 
     def size(word: str) -> int:
-        found = re.fullmatch(r"(\d{1,15})([KMG]?)(i?B)?", word, re.IGNORECASE)
+        found = re.fullmatch(r"([0-9]{1,19})([KMG]?)(i?B)?", word, re.IGNORECASE)
         number = int(found.group(1)) * _UNITS[found.group(2).upper()] if found else 0
-        if number < 1:
+        if not 1 <= number <= _LARGEST:
             raise ConfigError(f"--sizes: {word!r} is not a number of bytes; write 4096, 4K, 16M or 1G")
         return number
 

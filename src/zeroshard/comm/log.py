@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from zeroshard.comm.bandwidth import bandwidth
 from zeroshard.comm.timing import LoggedGroup, seconds_between
-from zeroshard.config.sections import LOGGED_AS
-
-if TYPE_CHECKING:
-    from zeroshard.config.sections import CommsLogger
+from zeroshard.config import parse
+from zeroshard.config.sections import LOGGED_AS, CommsLogger
 
 __all__ = [
     "LOG",
@@ -39,16 +36,6 @@ REMEMBERED = 10_000
 """Collectives of a row whose own times are kept, for the straggler column."""
 _PENDING = 1_000
 """Measurements of a device that are yet to be read; beyond it they are waited for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """The fields of `comms_logger`."""
-
-    prof_all: bool = True
-    prof_ops: tuple[str, ...] = ()
-    verbose: bool = False
-    debug: bool = False
 
 
 class Series:
@@ -106,7 +93,7 @@ class CommsLog:
     """What has been logged in this process."""
 
     def __init__(self) -> None:
-        self.settings = LogSettings()
+        self.settings = CommsLogger()
         self.enabled = False
         """Engines that are made from now on are logged, whatever their config says."""
         self.groups: list[LoggedGroup] = []
@@ -115,7 +102,7 @@ class CommsLog:
         self._wanted: frozenset[str | None] = frozenset()
         self._pending: list[tuple[Series, int, Sequence[Any]]] = []
 
-    def configure(self, settings: LogSettings) -> None:
+    def configure(self, settings: CommsLogger) -> None:
         self.settings = settings
         self._wanted = frozenset(LOGGED_AS.get(name, name) for name in settings.prof_ops)
 
@@ -167,7 +154,6 @@ class CommsLog:
 
 
 LOG = CommsLog()
-_FIELDS = ("prof_all", "prof_ops", "verbose", "debug")
 
 
 def configure_log(
@@ -181,16 +167,23 @@ def configure_log(
     """Log the collectives of engines that are made from now on; `enabled=False`: of those no longer.
 
     The fields are those of `comms_logger`, which does the same for one engine. There is one log, and the settings
-    that came last are those of all engines that write into it.
+    that came last are those of all engines that write into it. Raises ConfigError as a config with them does.
     """
-    LOG.configure(LogSettings(prof_all=prof_all, prof_ops=tuple(prof_ops), verbose=verbose, debug=debug))
+    given = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
+    LOG.configure(parse({"comms_logger": given}).comms_logger)
     LOG.enabled = enabled
 
 
 def log_for(section: CommsLogger) -> CommsLog | None:
     """The log that an engine with this config writes into; None when nobody asked for one."""
     if section.enabled:
-        LOG.configure(LogSettings(**{name: getattr(section, name) for name in _FIELDS}))
+        LOG.configure(section)
         return LOG
     return LOG if LOG.enabled else None
 

@@ -27,6 +27,8 @@ __all__ = ["Estimate", "estimate", "main"]
 STAGES = (0, 1, 2, 3)
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _DTYPES = ("fp32", "bf16", "fp16")
+_MOST_PARAMETERS = 10**17
+"""Of which torch can still number the bytes, optimizer state and all."""
 _NOT_YET = "zeroshard does not offload yet"
 _ASSUMED = {
     "lr": 1e-3,
@@ -96,14 +98,16 @@ def estimate(build: Callable[[], nn.Module], raw: Mapping[str, Any], ranks: int)
         )
 
 
-def _number(text: str) -> int:
+def _number(text: str, option: str) -> int:
     try:
         value = float(text)
-        if value >= 1 and value == int(value):
+        if 1 <= value <= _MOST_PARAMETERS and value == int(value):
             return int(value)
     except (ValueError, OverflowError):
         pass
-    raise typer.BadParameter(f"{text!r} is not a whole number of at least 1, such as 7e9")
+    raise typer.BadParameter(
+        f"{text!r} is not a whole number from 1 to {_MOST_PARAMETERS:.0e}, such as 7e9", param_hint=option
+    )
 
 
 def _command(
@@ -155,7 +159,7 @@ def _subject(model: str | None, params: str | None, largest: str | None) -> Call
         return factory_of(model)
     assert params is not None
     assert largest is not None
-    return layers_of(_number(params), _number(largest))
+    return layers_of(_number(params, "--params"), _number(largest, "--largest-layer"))
 
 
 def _settings(file: Path | None, dtype: str | None) -> tuple[dict[str, Any], list[str]]:

@@ -36,7 +36,7 @@ def rehearse(
     """
     device = torch.device("cpu")
     world = World(rank=0, size=ranks, size_origin="--ranks", device=device, group=None)
-    with FakeTensorMode():
+    with _Fakes():
         model = build()
         config = parse(raw, facts=replace(facts_of(model, None, world), **assumed))
         require_supported(config)
@@ -55,3 +55,18 @@ def rehearse(
         replicate = FakeCollectives(0, policy.replicate_size, ranks)
         groups = Groups(gather=sharded, reduce=sharded, replicate=replicate, secondary=second)
         yield build_engine(model, config, batch, groups, device)
+
+
+class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that `module.to(dtype)` can convert.
+
+    torch's mode remembers the tensors it has made by weak references, and a module exchanges its parameters for
+    those of another dtype only where nothing refers to them. The memory is for real tensors that come back, and
+    here are none.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.fake_tensor_converter.tensor_memo.clear()
