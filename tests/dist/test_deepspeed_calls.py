@@ -230,6 +230,7 @@ def attributes(rank: int, world: int) -> dict[str, Any]:
         tuple(weight.ds_shape),
         weight.ds_status.name,
         weight.ds_tensor.numel(),
+        weight.partition_numel(),
     )
     weight.mine = "kept"
     engine, *_ = deepspeed.initialize(model=model, config=config(3))
@@ -270,7 +271,7 @@ def attributes(rank: int, world: int) -> dict[str, Any]:
 def test_attributes_of_parameters(ranks2: RankPool) -> None:
     first, second = ranks2.run(attributes)
     for got in (first, second):
-        assert got["cut"] == (True, 60, (10, 6), "NOT_AVAILABLE", 30)
+        assert got["cut"] == (True, 60, (10, 6), "NOT_AVAILABLE", 30, 30)
         assert got["sharded"] == (60, (10, 6), True)
         assert got["inside"] == (True, 60, 30, (10, 6))
         assert got["edited"]
