@@ -154,15 +154,15 @@ def test_control_groups_of_version_2(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__meminfo=MEMINFO,
-        proc__self__cgroup="0::/work/job\n",
+        proc__self__cgroup="0::/batch/job\n",
         **{
-            "sys/fs/cgroup/work/job/memory.max": "max\n",
-            "sys/fs/cgroup/work/job/memory.current": "7\n",
-            "sys/fs/cgroup/work/memory.max": "4096000\n",
-            "sys/fs/cgroup/work/memory.current": "3000000\n",
-            "sys/fs/cgroup/work/memory.stat": "anon 1\ninactive_file 1000000\n",
-            "sys/fs/cgroup/work/job/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/work/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/batch/job/memory.max": "max\n",
+            "sys/fs/cgroup/batch/job/memory.current": "7\n",
+            "sys/fs/cgroup/batch/memory.max": "4096000\n",
+            "sys/fs/cgroup/batch/memory.current": "3000000\n",
+            "sys/fs/cgroup/batch/memory.stat": "anon 1\ninactive_file 1000000\n",
+            "sys/fs/cgroup/batch/job/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/batch/cpu.max": "max 100000\n",
         },
     )
     assert machine.memory(tmp_path) == {
