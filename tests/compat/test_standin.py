@@ -14,7 +14,7 @@ import pytest
 import tomllib
 
 import zeroshard.compat
-from zeroshard.compat.modules import absent, names_of, reason_for, resolve
+from zeroshard.compat.modules import absent, reason_for, resolve
 from zeroshard.compat.names import ABSENT, COMMANDS, MODULES
 from zeroshard.errors import NotYetError
 
@@ -45,11 +45,6 @@ def test_every_name_has_a_home(module: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS.values())
 def test_every_command_has_a_home(command: str) -> None:
     assert callable(resolve(command))
-
-
-def test_names_are_in_one_place_each() -> None:
-    entries = names_of(MODULES)
-    assert len(entries) == len({(module, name) for module, name, _ in entries})
 
 
 def test_import_is_quiet_and_imports_nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -119,8 +119,3 @@ class _Finder(MetaPathFinder, Loader):
             return None
         call = f"import sys; from zeroshard.compat.modules import resolve; sys.exit(resolve({command!r})())"
         return compile(call, f"<{name}>", "exec")
-
-
-def names_of(modules: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, str]]:
-    """(module, name, home) of every entry."""
-    return [(module, name, home) for module, names in modules.items() for name, home in names.items()]
