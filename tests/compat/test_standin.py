@@ -257,3 +257,18 @@ def test_the_metadata_directory_has_the_version() -> None:
     names = [path.name for path in zeroshard.compat.standin_directory().iterdir()]
     assert f"deepspeed-{zeroshard.compat.VERSION}.dist-info" in names
     assert importlib.import_module("zeroshard.compat").VERSION == zeroshard.compat.VERSION
+
+
+def test_clones_for_saving_have_memory_of_their_own_and_keep_ties() -> None:
+    """What torch.save writes of a view is its whole storage; of two names of a tied weight, two copies."""
+    import torch
+
+    clone = resolve("zeroshard.compat.files:clone_tensors_for_torch_save")
+    base = torch.arange(100.0)
+    state = {"a": base[:4], "tied": base[:4], "other": [base[4:8], 3], "empty": torch.empty(0)}
+    found = clone(state)
+    assert found["a"] is found["tied"]
+    assert found["other"][1] == 3
+    assert torch.equal(found["other"][0], base[4:8])
+    assert found["a"].untyped_storage().nbytes() == 16
+    assert found["a"].data_ptr() != base.data_ptr()
