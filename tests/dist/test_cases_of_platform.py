@@ -141,5 +141,6 @@ def test_rounds_of_engines_leave_nothing(ranks2: RankPool, stage: int) -> None:
         assert got["gone"], "something holds the engine, or the model, in a cycle"
         assert got["hooks"] == 0
         assert got["kinds"] == {"Parameter"}
-        assert got["sizes"][-1] - got["sizes"][2] < 6e6, got["sizes"]  # a leak would be at least 5 x 4 MB
+        # The allocator gives back and takes again as it likes: the highest of each half. A leak would be 4 x 4 MB.
+        assert max(got["sizes"][4:]) - max(got["sizes"][:4]) < 6e6, got["sizes"]
     assert first["output"] == second["output"], "both have the full weights"

@@ -212,9 +212,11 @@ def _default_slots(options: Options, count: int) -> tuple[int, ...]:
 
 
 def _node(options: Options, place: Place, ranks: int, environment: Mapping[str, str]) -> Node:
+    from zeroshard.launch.output import python_of_ranks
     from zeroshard.launch.runner import Node
 
-    prefix = () if options.no_python else (sys.executable, "-u", *(("-m",) if options.module else ()))
+    python = python_of_ranks(options.enable_each_rank_log)
+    prefix = () if options.no_python else (*python, *(("-m",) if options.module else ()))
     # torchrun puts values in for names after a dollar sign; those of the user stay.
     command = [word.replace("$", "$$") for word in (*prefix, options.script, *options.script_args)]
     if options.pass_local_rank:

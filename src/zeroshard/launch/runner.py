@@ -30,7 +30,7 @@ from zeroshard.launch.cores import cores_here
 from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
 from zeroshard.launch.messages import log
 from zeroshard.launch.network import can_resolve, interface_of, is_free, own_address
-from zeroshard.launch.output import RankOutput
+from zeroshard.launch.output import RankOutput, python_of_ranks
 from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
 from zeroshard.launch.processes import child_processes, kill_session
@@ -63,7 +63,7 @@ def accelerators_here() -> int:
 
 def run_ranks(command: list[str], nproc: int) -> int:
     """Run `python command...` on `nproc` ranks of this machine; returns the exit status as `run_node` does."""
-    return run_node(Node((sys.executable, "-u", *(word.replace("$", "$$") for word in command)), nproc))
+    return run_node(Node((*python_of_ranks(), *(word.replace("$", "$$") for word in command)), nproc))
 
 
 def run_node(node: Node) -> int:
