@@ -95,6 +95,10 @@ def _lines_are_whole() -> bool:
     return os.isatty(1)
 
 
+def _standard(number: int) -> BinaryIO:
+    return open(number, "wb", closefd=False)
+
+
 def _writable_folder(name: str) -> Path:
     folder = Path(name)
     try:
@@ -127,7 +131,7 @@ class RankOutput(DefaultLogsSpecs):
             tailed.clear()
         self.finish()
         self._relays, self._files = {}, []
-        out, error = (_Sink(open(number, "wb", closefd=False)) for number in (1, 2))
+        out, error = _Sink(_standard(1)), _Sink(_standard(2))
         for local_rank, variables in envs.items():
             variables["LOCAL_SIZE"] = variables["LOCAL_WORLD_SIZE"]
             variables["CROSS_RANK"] = variables["GROUP_RANK"]
