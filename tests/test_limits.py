@@ -95,7 +95,7 @@ limits = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), model=models(), sizes=limits, world=st.sampled_from([2, 4]))
 def test_every_plan_keeps_to_the_sizes(
     data: st.DataObject,

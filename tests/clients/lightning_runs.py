@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -158,6 +159,7 @@ def fp32_file(directory: str, out: str) -> tuple[dict[str, Any], dict[str, Any],
     import lightning_parts as parts
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
+    out = f"{out}.{dist.get_rank()}"
     found = convert_zero_checkpoint_to_fp32_state_dict(directory, out)
     module = parts.Regression.load_from_checkpoint(out, map_location="cpu", weights_only=False)
     return found, dict(module.state_dict()), dict(module.hparams)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import features
 from pairs import STAGES, Net, config, momentum
@@ -104,13 +104,7 @@ def bounded(rank: int, world: int, shape: Shape, zero: dict[str, int]) -> tuple[
     return watch.broken, worst
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(max_examples=8)
 @given(shape=shapes, zero=limits)
 def test_the_sizes_are_bounds_of_what_runs(ranks2: RankPool, shape: Shape, zero: dict[str, int]) -> None:
     for broken, error in ranks2.run(bounded, shape, zero):

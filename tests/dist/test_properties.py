@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -267,13 +267,7 @@ def pools(ranks2: RankPool, ranks3: RankPool, ranks4: RankPool) -> Any:
         yield {1: alone, 2: ranks2, 3: ranks3, 4: ranks4}
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="ZEROSHARD_EXAMPLES" not in os.environ,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(max_examples=EXAMPLES)
 @given(plan=plans)
 def test_any_training_is_that_of_plain_pytorch(pools: dict[int, RankPool], plan: Plan) -> None:
     for name, error in pools[plan.world].run(run, plan):
