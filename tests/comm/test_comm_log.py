@@ -79,6 +79,17 @@ def test_debug_names_the_caller_and_the_bucket() -> None:
     assert "broadcast in exercise for 'blocks.0' (w, b)" in {row.name for row in log.rows()}
 
 
+def test_a_label_reaches_every_wrapper() -> None:
+    log = CommsLog()
+    log.configure(CommsLogger(debug=True))
+    counting = CountingCollectives(TimedCollectives(FakeCollectives(0, 4), log, "gather"))
+    counting.labelled("'blocks.0' (w, b)").broadcast(torch.zeros(2), 0)
+    assert [row.name for row in log.rows()] == [
+        "broadcast in test_a_label_reaches_every_wrapper for 'blocks.0' (w, b)"
+    ]
+    assert counting.counts()["broadcast"].calls == 1
+
+
 class Event:
     """A device's event: its time is known once the device has come to it."""
 
