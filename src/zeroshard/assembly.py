@@ -33,6 +33,7 @@ from zeroshard.materialize import Description, Groups, build_buffer, describe, m
 from zeroshard.mixed_precision import DTYPES, Precision
 from zeroshard.monitor import Monitor
 from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
+from zeroshard.passes import Passes
 from zeroshard.policy import Policy
 from zeroshard.progress import Progress
 from zeroshard.states import States
@@ -94,9 +95,16 @@ def build_engine(
         autocast=precision.autocast,
         loss_scale=loss_scale if precision.needs_loss_scale else None,
     )
-    handles = install(description.modules, layout, executor, boundary, kept)
+    passes = Passes(executor)
+    handles = install(description.modules, layout, passes, boundary, kept)
     states = States(
-        buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
+        buffers=buffers,
+        gradients=gradients,
+        slices=slices,
+        executor=executor,
+        passes=passes,
+        groups=groups,
+        device=device,
     )
     update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
     trainables = Trainables(model, description.parameters, states, policy, update, boundary)

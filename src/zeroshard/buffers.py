@@ -45,7 +45,7 @@ TRANSITIONS = frozenset(
 
 
 class Watcher(Protocol):
-    """Who is asked when a sharded parameter is touched: the executor."""
+    """Who is asked when a sharded parameter is touched (`passes.Passes`)."""
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """Gather the bucket if that is possible here; raise ShardedAccessError otherwise."""

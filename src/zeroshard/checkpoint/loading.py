@@ -80,7 +80,7 @@ def load(
     reader, extras, targets = together(states, "load_checkpoint", open_it)
     if custom is None and extras.get("base") is not None:
         _check_base(engine, str(reader.directory), extras["base"])
-    engine._executor.end_step()
+    engine._states.passes.end_step()
     engine._executor.reduces.clear()
     engine._window = 0
     for buffer in states.buffers:
