@@ -83,7 +83,7 @@ class RecordingCollectives(Wrapper):
     def _run(self, start: Callable[[], _Result]) -> _Result:
         """Shared memory itself compares what its collectives are about: it is told."""
         if isinstance(self.inner, SharedMemoryCollectives):
-            self.inner.about = zlib.crc32(self.label.encode())
+            self.inner.exchange.about = zlib.crc32(self.label.encode())
         return start()
 
     def _check(self, verb: str, full: Tensor, shard: Tensor | None) -> None:
