@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import zeroshard
-from zeroshard.launch import cli
+from zeroshard.launch import cli, deepspeed_commands
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +63,9 @@ def test_a_mistake_is_one_line_and_status_2(
 
 
 def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.ds_ssh(["--"]) == 2
+    assert deepspeed_commands.ds_ssh(["--"]) == 2
     assert capsys.readouterr().err == "ds_ssh: give a command to run on every host\n"
-    assert cli.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
+    assert deepspeed_commands.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
     assert capsys.readouterr().err == "ds_ssh: there is no hostfile 'absent'; name one with -f\n"
 
 

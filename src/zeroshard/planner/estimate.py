@@ -17,6 +17,7 @@ import typer
 from torch import nn
 
 from zeroshard.config import read_config
+from zeroshard.console import command_line
 from zeroshard.memory import CATEGORIES, MemoryBill
 from zeroshard.planner import estimators
 from zeroshard.planner.rehearsal import rehearse
@@ -64,16 +65,6 @@ class Estimate:
     @property
     def total(self) -> int:
         return self.bill.total + self.module_buffers
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with "
-        "DeepSpeed's estimates beside it. Activations are not included. Nothing is allocated."
-    )(_command)
-    return int(app(list(arguments), prog_name="zeroshard estimate", standalone_mode=False) or 0)
 
 
 def estimate(build: Callable[[], nn.Module], raw: Mapping[str, Any], ranks: int) -> Estimate:
@@ -136,6 +127,8 @@ def _command(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON, in bytes.")] = False,
 ) -> int:
+    """Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with DeepSpeed's
+    estimates beside it. Activations are not included. Nothing is allocated."""
     if dtype is not None and dtype not in _DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
     build = _subject(model, params, largest_layer)
@@ -148,6 +141,9 @@ def _command(
     else:
         print("\n".join(_as_text(name, rows, ranks, nodes, wished)))
     return 0
+
+
+main = command_line(_command, "zeroshard estimate")
 
 
 def _subject(model: str | None, params: str | None, largest: str | None) -> Callable[[], nn.Module]:
