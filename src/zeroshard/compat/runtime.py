@@ -6,7 +6,6 @@ import bisect
 import enum
 import gc
 import inspect
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.compat.accelerator import get_accelerator
 from zeroshard.compat.comm import get_rank
+from zeroshard.compat.messages import logger
 from zeroshard.config import parse
 from zeroshard.errors import StateError
 from zeroshard.guard import has_engine
@@ -49,8 +49,6 @@ __all__ = [
     "see_memory_usage",
     "set_random_seed",
 ]
-
-log = logging.getLogger("DeepSpeed")
 
 __git_hash__ = __git_branch__ = "zeroshard"
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
@@ -128,7 +126,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device = get_accelerator()
     used = (device.total_memory() - device.available_memory()) / 2**30
     allocated, peak = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
-    log.info(
+    logger.info(
         f"{message}: allocated {allocated:.2f} GB (peak {peak:.2f} GB), in use on {device.device_name()} "
         f"{used:.2f} GB of {device.total_memory() / 2**30:.2f} GB"
     )
