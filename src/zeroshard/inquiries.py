@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroshard.memory import MemoryBill, predict_memory
-from zeroshard.mixed_precision import DTYPES
 from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
-from zeroshard.precision import dtype_of
+from zeroshard.precision import DTYPES
 from zeroshard.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -149,9 +148,7 @@ class Inquiries:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(what the model computes in, what gradients are accumulated in)."""
-        names = (self._config.compute_dtype, self._config.grad_accum_dtype)
-        compute, accumulate = (dtype_of(DTYPES[name]) for name in names)
-        return compute, accumulate
+        return DTYPES[self._config.compute_dtype], DTYPES[self._config.grad_accum_dtype]
 
     # ---- settings -----------------------------------------------------------------------------------
 

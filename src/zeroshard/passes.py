@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.executor import Executor
 from zeroshard.guard import refuse_access
+from zeroshard.precision import tensors_in
 from zeroshard.reads import UnannouncedReads
 from zeroshard.trace import Action, Kind
 from zeroshard.unwinding import NEVER, Unwinding
@@ -167,7 +167,7 @@ class Passes:
 
     def touched(self, bucket: int, result: Any) -> None:
         """Watch the backward of what was made from a touched parameter."""
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(result)
         if any(map(self._executor.buffers[bucket].shares_memory, tensors)):
             self._uses[bucket].pinned = True
         self._watch(tensors, (bucket,), self._order.tick())

@@ -21,11 +21,10 @@ from zeroshard.comm.bandwidth import OPERATIONS
 from zeroshard.console import command_line
 from zeroshard.errors import ConfigError
 from zeroshard.launch.runner import run_ranks
-from zeroshard.world import join
+from zeroshard.world import TORCHRUN, join
 
 __all__ = ["main"]
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = ("gloo", "nccl")
 _SIZES_CPU, _SIZES_DEVICE = "4K,64K,1M,16M", "4K,64K,1M,16M,256M"
 
@@ -68,7 +67,7 @@ def _command(
     )
     if os.environ.get("RANK", "0") == "0":  # it writes them
         _check_files(csv, plot)
-    if all(name in os.environ for name in _RANK_VARIABLES):
+    if all(name in os.environ for name in TORCHRUN):
         started = os.environ["WORLD_SIZE"]
         if ranks is not None and str(ranks) != started:
             raise ConfigError(f"--ranks: {ranks}, but a launcher has started {started}; leave it out")

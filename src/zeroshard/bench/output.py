@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.bench.measure import Row
+from zeroshard.comm.log import in_words
 
 __all__ = ["CSV_HEADER", "HEADER", "LEGEND", "cells", "line", "plot", "write_csv"]
 
+_UNITS = ("KiB", "MiB", "GiB")
 HEADER = (
     f"{'operation':15}{'carried by':15}{'dtype':7}{'size':>11}{'median':>11}{'10 to 90 %':>23}"
     f"{'algbw GB/s':>12}{'busbw GB/s':>12}"
@@ -37,7 +39,7 @@ CSV_HEADER = (
 
 def line(row: Row) -> str:
     """A line of the table."""
-    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{_size(row.nbytes):>11}"
+    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{in_words(row.nbytes, _UNITS):>11}"
     if row.note:
         return f"{start}  {row.note}"
     algorithm, bus = row.bandwidth
@@ -85,13 +87,6 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         panel.set_ylabel("bus bandwidth, GB/s")
         panel.legend(fontsize="small")
     figure.savefig(file)
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= step:
-            return f"{nbytes / step:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -19,7 +18,7 @@ from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.storage import Reader
 from zeroshard.console import command_line, show_table
 from zeroshard.errors import CheckpointError
-from zeroshard.precision import dtype_name
+from zeroshard.precision import DTYPES, dtype_name
 
 __all__ = ["export", "inspect", "verify"]
 
@@ -37,7 +36,7 @@ _ABOUT = (
     "torch",
     "version",
 )
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
+_DTYPES = {**DTYPES, "saved": None}
 
 
 def _inspect(

@@ -210,10 +210,10 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def in_words(nbytes: int) -> str:
-    """12.5 MB; powers of 1024, as in DeepSpeed's table."""
+def in_words(nbytes: int, units: Sequence[str] = ("KB", "MB", "GB", "TB")) -> str:
+    """12.5 MB; powers of 1024, by default called as in DeepSpeed's table."""
     value, unit = float(nbytes), "B"
-    for larger in ("KB", "MB", "GB", "TB"):
+    for larger in units:
         if value < 1024:
             break
         value, unit = value / 1024, larger

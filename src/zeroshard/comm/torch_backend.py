@@ -32,10 +32,12 @@ from zeroshard.comm.reduction import check_reducible
 from zeroshard.comm.seam import Work
 from zeroshard.errors import CommError, RankLostError
 
-__all__ = ["TorchCollectives"]
+__all__ = ["TorchCollectives", "all_gather_single", "reduce_scatter_single"]
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = (
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
@@ -83,7 +85,9 @@ class TorchCollectives:
     def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
         check_shard_of("all_gather", shard, full, self.size)
         full, shard = _as_movable(full.data), _as_movable(shard.data)
-        return self._launch("all_gather", lambda: _all_gather(full, shard, group=self._group, async_op=True))
+        return self._launch(
+            "all_gather", lambda: all_gather_single(full, shard, group=self._group, async_op=True)
+        )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
         check_shard_of("reduce_scatter", shard, full, self.size)
@@ -104,7 +108,7 @@ class TorchCollectives:
         op, divide = self._reduction(full, average)
         return self._launch(
             "reduce_scatter",
-            lambda: _reduce_scatter(shard, full, op=op, group=self._group, async_op=True),
+            lambda: reduce_scatter_single(shard, full, op=op, group=self._group, async_op=True),
             (lambda: _divide(shard, self.size)) if divide else None,
         )
 

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm import configure_log, logged_operations
+from zeroshard.comm.torch_backend import all_gather_single
 from zeroshard.compat.messages import logger
 from zeroshard.compat.names import COLLECTIVES
 from zeroshard.config import parse
@@ -54,7 +55,7 @@ def all_gather_coalesced(
     """Gather each input into the output at its place."""
     return _each(
         [
-            functools.partial(dist.all_gather_into_tensor, output, given, group=group, async_op=async_op)
+            functools.partial(all_gather_single, output, given, group=group, async_op=async_op)
             for output, given in zip(output_tensors, input_tensors, strict=True)
         ]
     )

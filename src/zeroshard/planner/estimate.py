@@ -22,12 +22,12 @@ from zeroshard.memory import CATEGORIES, MemoryBill
 from zeroshard.planner import estimators
 from zeroshard.planner.rehearsal import rehearse
 from zeroshard.planner.subjects import factory_of, layers_of
+from zeroshard.precision import DTYPES
 
 __all__ = ["Estimate", "estimate", "main"]
 
 STAGES = (0, 1, 2, 3)
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_DTYPES = ("fp32", "bf16", "fp16")
 _MOST_PARAMETERS = 10**17
 """Of which torch can still number the bytes, optimizer state and all."""
 _NOT_YET = "zeroshard does not offload yet"
@@ -129,8 +129,8 @@ def _command(
 ) -> int:
     """Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with DeepSpeed's
     estimates beside it. Activations are not included. Nothing is allocated."""
-    if dtype is not None and dtype not in _DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     build = _subject(model, params, largest_layer)
     raw, wished = _settings(config, dtype)
     stages = stage or ([raw["zero_optimization"].get("stage", 0)] if config is not None else STAGES)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.console import command_line
+from zeroshard.errors import in_one_line
 from zeroshard.report import machine, software
 
 __all__ = ["collect", "main"]
@@ -65,8 +66,7 @@ def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return question(), ""
     except Exception as error:  # a machine that lacks something is what a report is for
-        text = " ".join(str(error).split())
-        return None, f"{type(error).__name__}: {text}"
+        return None, in_one_line(error)
 
 
 def _as_text(told: Mapping[str, Any]) -> list[str]:
