@@ -123,6 +123,7 @@ _GROUPS = _at(
 )
 _ADAM = _at(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 _LION = _at(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion")
+_ENVIRONMENT_FILE = _at("zeroshard.launch.forwarding", DEEPSPEED_ENVIRONMENT_NAME="ENVIRONMENT_FILE")
 _UTILS = {
     **_LOGGING,
     **_TENSORS,
@@ -190,13 +191,14 @@ MODULES: Mapping[str, Mapping[str, str]] = {
             reduce_scatter_fn="reduce_scatter_tensor",
         ),
     },
-    "deepspeed.constants": _at(_RUNTIME, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    "deepspeed.constants": _at("zeroshard.launch.plan", TORCH_DISTRIBUTED_DEFAULT_PORT="DEFAULT_PORT"),
     "deepspeed.env_report": _at(
         "zeroshard.launch.deepspeed_commands", cli_main="ds_report", main="ds_report"
     ),
-    "deepspeed.launcher.constants": _at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.launcher.constants": _ENVIRONMENT_FILE,
     "deepspeed.launcher.runner": {
-        **_at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE"),
+        **_ENVIRONMENT_FILE,
+        **_at("zeroshard.launch.options", DLTS_HOSTFILE="DEFAULT_HOSTFILE"),
         **_at("zeroshard.launch.deepspeed_commands", main="deepspeed"),
     },
     "deepspeed.monitor.monitor": _at(_RUNTIME, "MonitorMaster"),

@@ -23,12 +23,10 @@ from zeroshard.compat.messages import logger
 from zeroshard.config import parse
 from zeroshard.errors import StateError
 from zeroshard.guard import has_engine
+from zeroshard.lr_schedules import SCHEDULES
 from zeroshard.monitor import Monitor
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "VALID_LR_SCHEDULES",
     "MonitorMaster",
     "OffloadDeviceEnum",
@@ -51,10 +49,7 @@ __all__ = [
 ]
 
 __git_hash__ = __git_branch__ = "zeroshard"
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-DLTS_HOSTFILE = "/job/hostfile"
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 class ZeroStageEnum(enum.IntEnum):
