@@ -36,7 +36,6 @@ __all__ = [
     "StateError",
     "UnknownKeyError",
     "ZeroShardError",
-    "in_one_line",
 ]
 
 
@@ -94,8 +93,3 @@ class StateError(ZeroShardError, RuntimeError):
 
 class NonFiniteError(ZeroShardError, ArithmeticError):
     """Gradients that are not finite, step after step; names the module or parameter where it began."""
-
-
-def in_one_line(error: BaseException) -> str:
-    """The type and text of somebody else's error, to stand in a message of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

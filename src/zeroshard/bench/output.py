@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.bench.measure import Row
-from zeroshard.comm.log import in_words
+from zeroshard.wording import size_in_words
 
 __all__ = ["CSV_HEADER", "HEADER", "LEGEND", "cells", "line", "plot", "write_csv"]
 
-_UNITS = ("KiB", "MiB", "GiB")
 HEADER = (
     f"{'operation':15}{'carried by':15}{'dtype':7}{'size':>11}{'median':>11}{'10 to 90 %':>23}"
     f"{'algbw GB/s':>12}{'busbw GB/s':>12}"
@@ -39,7 +38,7 @@ CSV_HEADER = (
 
 def line(row: Row) -> str:
     """A line of the table."""
-    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{in_words(row.nbytes, _UNITS):>11}"
+    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{size_in_words(row.nbytes):>11}"
     if row.note:
         return f"{start}  {row.note}"
     algorithm, bus = row.bandwidth

@@ -34,6 +34,7 @@ from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
 from zeroshard.errors import CheckpointError
 from zeroshard.states import States
+from zeroshard.wording import first_few
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.methods import Checkpoints
@@ -244,8 +245,7 @@ def _check_base(engine: Checkpoints, where: str, saved: Mapping[str, list[Any]])
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
+    return first_few([repr(name) for name in names], 3) or "none"
 
 
 def _read(reader: CheckpointReader, targets: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import ModelError, in_one_line
+from zeroshard.errors import ModelError
+from zeroshard.wording import in_one_line
 
 __all__ = ["factory_of", "layers_of"]
 

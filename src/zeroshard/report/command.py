@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.console import command_line
-from zeroshard.errors import in_one_line
 from zeroshard.report import machine, software
+from zeroshard.wording import in_one_line
 
 __all__ = ["collect", "main"]
 
