@@ -43,7 +43,6 @@ __all__ = [
     "memory_status",
     "move_to_device",
     "partition_balanced",
-    "partition_uniform",
     "see_memory_usage",
     "set_random_seed",
 ]
@@ -166,12 +165,6 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mp
 def get_global_norm(norm_list: Sequence[float]) -> float:
     """The L2 norm of norms."""
     return math.hypot(*norm_list)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of `num_parts` parts: `num_items // num_parts` each, the first ones one more for the rest."""
-    chunk, rest = divmod(num_items, num_parts)
-    return [part * chunk + min(part, rest) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
