@@ -252,4 +252,4 @@ def _own(tensor: Tensor) -> tuple[int, Tensor]:
     if home.buffer is None:
         return home.range_of(home.access.rank)[0], home.piece
     piece = home.buffer.layout.pieces(home.buffer.group.rank)[home.index]
-    return piece.start, home.buffer.owned.detach()[piece.at : piece.at + piece.numel]
+    return piece.start, home.buffer.owned.detach()[piece.in_shard]
