@@ -12,10 +12,16 @@ import torch.distributed as dist
 
 from zeroshard.errors import CommError
 
-__all__ = ["TORCHRUN", "World", "join"]
+__all__ = ["TORCHRUN", "VISIBLE_DEVICES", "World", "join"]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What its environment has of a run."""
+VISIBLE_DEVICES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+}
+"""By type of device: the variable that says which of them a process sees."""
 _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
     "PMI_SIZE": "MPICH",
