@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import zeroshard
 from zeroshard import optimizers
 from zeroshard.errors import ConfigError, ModelError
-from zeroshard.optimizer import build_optimizer, check_parameters, needs_whole
+from zeroshard.optimizer import build_optimizer, check_parameters, needs_whole, state_elements
 from zeroshard.optimizers import AdamWithoutBiasCorrection, Lamb, Lion, Muon, muon_groups, orthogonalize
 
 SHAPES = ((7, 5), (1,), (3,), (2, 3, 2))
@@ -438,6 +438,16 @@ def test_needs_whole() -> None:
     assert asked(MyAdam(trained)) is False
     assert asked(torch.optim.SGD(trained, lr=0.1)) is False
     assert asked(Unknown(trained, {})) is None
+
+
+def test_state_of_a_subclass_is_that_of_its_base() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    makers = (Mine, Lion, torch.optim.Adagrad, torch.optim.SGD)
+    assert [state_elements(maker(parameters)) for maker in makers] == [2, 1, 1, None]
+    assert state_elements(None) is None
 
 
 def test_a_parameter_given_twice() -> None:

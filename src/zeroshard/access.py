@@ -283,7 +283,7 @@ class Access:
 
     def _own_view(self, bucket: int, index: int, shard: Tensor) -> Tensor:
         piece = self._buffers[bucket].layout.pieces(self._groups.gather.rank)[index]
-        return shard.detach()[piece.at : piece.at + piece.numel]
+        return shard.detach()[piece.in_shard]
 
     def _own_part(self, bucket: int, index: int, value: Tensor) -> Tensor:
         piece = self._buffers[bucket].layout.pieces(self._groups.gather.rank)[index]

@@ -30,10 +30,12 @@ from zeroshard.leaves import leaves_by_granularity, unmatched_leaves
 from zeroshard.loss_scale import LossScale
 from zeroshard.lr_schedules import build_schedule
 from zeroshard.materialize import Description, Groups, build_buffer, describe, make_trainable, move_buffers
-from zeroshard.mixed_precision import DTYPES, Precision
+from zeroshard.mixed_precision import Precision
 from zeroshard.monitor import Monitor
 from zeroshard.optimizer import build_optimizer, check_parameters, rewire, uncut_parameters
+from zeroshard.passes import Passes
 from zeroshard.policy import Policy
+from zeroshard.precision import DTYPES, dtype_name
 from zeroshard.progress import Progress
 from zeroshard.states import States
 from zeroshard.streams import Lane
@@ -94,9 +96,16 @@ def build_engine(
         autocast=precision.autocast,
         loss_scale=loss_scale if precision.needs_loss_scale else None,
     )
-    handles = install(description.modules, layout, executor, boundary, kept)
+    passes = Passes(executor)
+    handles = install(description.modules, layout, passes, boundary, kept)
     states = States(
-        buffers=buffers, gradients=gradients, slices=slices, executor=executor, groups=groups, device=device
+        buffers=buffers,
+        gradients=gradients,
+        slices=slices,
+        executor=executor,
+        passes=passes,
+        groups=groups,
+        device=device,
     )
     update = _make_update(config, precision, loss_scale, model, states, Tiles(policy.tile))
     trainables = Trainables(model, description.parameters, states, policy, update, boundary)
@@ -182,8 +191,8 @@ def policy_of(config: Config, batch: BatchPlan, world: int) -> Policy:
         world,
         mics=zero.mics_shard_size,
         hpz=zero.zero_hpz_partition_size,
-        reduce_dtype=None if wire is None else DTYPES[wire],
-        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
+        reduce_dtype=None if wire is None else dtype_name(DTYPES[wire]),
+        accumulate_dtype=None if accumulate is None else dtype_name(DTYPES[accumulate]),
         before_reduce=1.0 / divisor,
         after_reduce=divisor * (world if config.gradient_allreduce_op == "sum" else 1),
         wide_masters=wide,

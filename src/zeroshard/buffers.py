@@ -45,7 +45,7 @@ TRANSITIONS = frozenset(
 
 
 class Watcher(Protocol):
-    """Who is asked when a sharded parameter is touched: the executor."""
+    """Who is asked when a sharded parameter is touched (`passes.Passes`)."""
 
     def touch(self, bucket: int, parameter: str, operation: str) -> None:
         """Gather the bucket if that is possible here; raise ShardedAccessError otherwise."""
@@ -80,7 +80,7 @@ class _Home:
     @property
     def piece(self) -> Tensor:
         part = self.buffer.layout.piece(self.index, self.buffer.group.rank)
-        return self.buffer.shard[part.at : part.at + part.stop - part.start]
+        return self.buffer.shard[part.in_shard]
 
     def need(self, operation: str) -> None:
         self.buffer.need(self.name, operation)
@@ -165,7 +165,7 @@ class FlatBuffer:
         """A state dict is being made that may have names without elements (`full_state.FullState`)."""
         self.group, self._lane = group, lane
         self._second = None if secondary is None or layout.resident else _SecondShard(secondary, full)
-        self._own = full[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel]
+        self._own = full[layout.shard(group.rank)]
         self._nbytes = full.untyped_storage().nbytes()
         self._views = [full[slot.offset : slot.end].view(slot.spec.shape) for slot in layout.slots]
         self._empty = torch.empty(0, dtype=full.dtype, device=full.device)
@@ -354,7 +354,7 @@ class FlatBuffer:
         """Slot `index` is `value` (1-D, the same on all ranks) from here on: in what is gathered, in the shard, and
         to the last digit in the master. Nobody may be reading the shard."""
         slot, piece = self.layout.slots[index], self.layout.pieces(self.group.rank)[index]
-        own, part = slice(piece.at, piece.at + piece.numel), value[piece.start : piece.stop]
+        own, part = piece.in_shard, value[piece.start : piece.stop]
         self._drop_second()
         with torch.no_grad(), _unsafe_preserve_version_counter(self.full):
             if self.is_live:

@@ -8,16 +8,21 @@ from typing import Any
 
 from zeroshard.errors import ConfigError, LaunchError, ZeroShardError
 
-__all__ = ["guarded", "run_command", "show_table"]
+__all__ = ["command_line", "guarded", "show_table"]
 
 
-def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int:
-    """Run the command line of one function; see `guarded`."""
-    import typer
+def command_line(command: Callable[..., Any], name: str) -> Callable[[Sequence[str]], int]:
+    """The command line of one function, whose docstring is its help: from words to an exit status."""
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    return guarded(lambda: app(list(arguments), prog_name=name, standalone_mode=False), name)
+    def run(words: Sequence[str]) -> int:
+        import typer
+
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command()(command)
+        status = app(list(words), prog_name=name, standalone_mode=False)
+        return status if isinstance(status, int) else 0
+
+    return run
 
 
 def guarded(command: Callable[[], Any], name: str) -> int:

@@ -88,7 +88,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         self._sync = True
         self._closed = False
         self._saver = Saver()
-        self._executor.on_backward = self._begin_backward
+        states.passes.on_backward = self._begin_backward
         self._executor.clock = self._executor.reduces.clock = progress.clock
         if optimizer is not None:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
@@ -443,7 +443,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
         if self._executor.is_held:
             raise StateError("close() inside engine.gathered(): leave the block first")
         self._saver.close()
-        self._executor.end_step()
+        self._states.passes.end_step()
         self._update.conclude()
         self._executor.reduces.clear()
         self._closed = True
@@ -454,6 +454,7 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             self.optimizer.state.clear()
             for group in self.optimizer.param_groups:
                 group["params"] = []
+        self._states.passes.close()
         self._executor.close()
         buffers = list(self._states.buffers)
         self._states.close()

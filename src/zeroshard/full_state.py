@@ -32,7 +32,7 @@ from zeroshard.guard import Alias, has_engine, home_of
 from zeroshard.states import States
 from zeroshard.trace import Action, Kind
 
-__all__ = ["FullState", "StateDicts"]
+__all__ = ["FullState", "StateDicts", "drop_frozen"]
 
 
 @dataclass(frozen=True)
@@ -292,10 +292,15 @@ class StateDicts:
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
+            drop_frozen(state, self.module, prefix)
         return state
+
+
+def drop_frozen(state: dict[str, Any], module: nn.Module, prefix: str = "") -> None:
+    """Take what does not require grad out of the state dict of `module`."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(prefix + name, None)
 
 
 def _copy_of(value: Tensor, device: torch.device | None) -> Tensor:

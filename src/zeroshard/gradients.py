@@ -75,8 +75,7 @@ class GradientBuffer:
         self._optimizer_dtype = torch.float32 if dtype.itemsize < 4 and wide_masters else dtype
         self._sum_dtype = accumulate_dtype or self._optimizer_dtype
         self._dtype = dtype
-        low = shard_group.rank * layout.shard_numel
-        self._own = slice(low, low + layout.shard_numel)
+        self._own = layout.shard(shard_group.rank)
         self._pieces = layout.pieces(shard_group.rank)
         self._local: Tensor | None = None
         self._written: set[int] = set()
@@ -219,7 +218,7 @@ class GradientBuffer:
         assert self.shard is not None
         piece = self._pieces[index]
         factor = factor / self.scale if self._is_scaled else factor
-        return self.shard[piece.at : piece.at + piece.numel].to(self._optimizer_dtype).mul_(factor)
+        return self.shard[piece.in_shard].to(self._optimizer_dtype).mul_(factor)
 
     def piece(self, index: int) -> Tensor | None:
         """Slot `index`'s gradient as far as this rank owns it, 1-D; None when the slot got none.
@@ -234,7 +233,7 @@ class GradientBuffer:
             return self.lens(index)
         total = self.promote()
         if total is not None:
-            return total[piece.at : piece.at + piece.numel]
+            return total[piece.in_shard]
         if index not in self._stand_ins:
             self._stand_ins[index] = torch.full(
                 (piece.numel,), torch.nan, dtype=self._optimizer_dtype, device=self.device
@@ -249,7 +248,7 @@ class GradientBuffer:
             self.shard, self._is_scaled = total, False
         self.had.add(index)
         piece = self._pieces[index]
-        total[piece.at : piece.at + piece.numel].copy_(part)
+        total[piece.in_shard].copy_(part)
 
     def discard(self, index: int) -> None:
         """Slot `index`'s gradient is dropped (`zero_grad`)."""
@@ -259,7 +258,7 @@ class GradientBuffer:
         piece = self._pieces[index]
         for sums in (self.shard, self._partial):
             if sums is not None and piece.numel:
-                sums[piece.at : piece.at + piece.numel].zero_()
+                sums[piece.in_shard].zero_()
         if not self.had:
             self.shard = None
 
@@ -337,7 +336,7 @@ class ShardSlice(Tensor):
     @staticmethod
     def of(data: Tensor, piece: Piece, gradients: GradientBuffer | None, index: int) -> ShardSlice:
         """A slice over `data` (1-D, the master shard, shared memory). Frozen without `gradients`."""
-        part = data.detach()[piece.at : piece.at + piece.numel]
+        part = data.detach()[piece.in_shard]
         if piece.is_whole:
             part = part.view(piece.slot.spec.shape)
         part.requires_grad_(gradients is not None)
@@ -348,7 +347,7 @@ class ShardSlice(Tensor):
 
     def train(self, data: Tensor, piece: Piece, gradients: GradientBuffer) -> None:
         """A frozen slice becomes one over `data`, in place: optimizers have it already."""
-        part = data.detach()[piece.at : piece.at + piece.numel]
+        part = data.detach()[piece.in_shard]
         self.data = part.view(self.shape)
         self._gradients = gradients
         self.requires_grad_()

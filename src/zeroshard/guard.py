@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.errors import ShardedAccessError
 
 __all__ = [
+    "INTEGER_OF",
     "LEAF_MARK",
     "Alias",
     "Home",
@@ -423,13 +424,14 @@ def _shape_of(parameter: Tensor) -> Tensor:
 
 
 _ROW = 16
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element: what its bits are looked at as."""
 
 
 def fingerprint(values: Tensor) -> tuple[int, int]:
     """Two numbers, at least one of which an edit of the 1-D `values` changes: their bits, added up and weighted
     by place in two ways, so that exchanging values shows as well."""
-    bits = values.view(_INTEGER[values.itemsize])
+    bits = values.view(INTEGER_OF[values.itemsize])
     whole = bits.numel() // _ROW * _ROW
     rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     place = torch.arange(1, len(rows) + 1, device=rows.device)

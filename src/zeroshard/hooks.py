@@ -1,4 +1,4 @@
-"""The hooks on the user's model. They report to the executor and decide nothing."""
+"""The hooks on the user's model. They report to `passes` and decide nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.boundary import Boundary
-from zeroshard.executor import Executor
 from zeroshard.layout import Layout, Unit
+from zeroshard.passes import Passes
 from zeroshard.precision import cast_floating, tensors_in
 
 __all__ = ["hook_gradient", "install", "is_compiled"]
@@ -33,7 +33,7 @@ def eager(hook: _F) -> _F:
 def install(
     modules: Mapping[str, nn.Module],
     layout: Layout,
-    executor: Executor,
+    passes: Passes,
     boundary: Boundary,
     kept: Mapping[str, torch.dtype],
 ) -> list[RemovableHandle]:
@@ -48,8 +48,8 @@ def install(
     # Prepended later, so run earlier: `enter` comes before anything that could raise, and `leave` after.
     for unit in layout.units:
         if not boundary.does_nothing:
-            handles += _hook_boundary(modules[unit.path], executor, boundary)
-        handles += _hook_unit(modules[unit.path], unit, layout, executor, units)
+            handles += _hook_boundary(modules[unit.path], passes, boundary)
+        handles += _hook_unit(modules[unit.path], unit, layout, passes, units)
     return handles
 
 
@@ -72,9 +72,9 @@ class _UnitHooks(_ModuleHooks):
     compiled graphs, not in them.
     """
 
-    def __init__(self, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]) -> None:
+    def __init__(self, unit: Unit, layout: Layout, passes: Passes, units: Collection[int]) -> None:
         """`units`: ids of the modules that are units."""
-        self._buckets, self._executor, self._units = unit.buckets, executor, units
+        self._buckets, self._passes, self._units = unit.buckets, passes, units
         self._freed = tuple(bucket for bucket in unit.buckets if not layout.buckets[bucket].resident)
         self._handled: list[BaseException | None] = []
         """Of each forward that runs: the exception that was being handled around it when it began."""
@@ -90,12 +90,12 @@ class _UnitHooks(_ModuleHooks):
     @eager
     def _enter(self, module: nn.Module, compiling: bool) -> None:
         self._handled.append(sys.exc_info()[1])
-        self._executor.enter(self._buckets, lambda: compiling or _runs_compiled(module, self._units))
+        self._passes.enter(self._buckets, lambda: compiling or _runs_compiled(module, self._units))
 
     @eager
     def _leave(self, inputs: Any, output: Any) -> None:
-        executor = self._executor
-        touched = bool(executor.touched_here)
+        passes = self._passes
+        touched = bool(passes.touched_here)
         outputs = tensors_in(output) if self._freed or touched else []
         # An exception ends a forward too (early stop of a recomputation); its graph goes nowhere.
         around = self._handled.pop() if self._handled else None
@@ -105,17 +105,17 @@ class _UnitHooks(_ModuleHooks):
             and torch.is_grad_enabled()
             and (
                 touched
-                or not executor.untrained.issuperset(self._freed)
+                or not passes.untrained.issuperset(self._freed)
                 or (bool(self._freed) and _any_requires_grad(inputs))
             )
         )
-        executor.leave(self._freed, outputs, may_save)
+        passes.leave(self._freed, outputs, may_save)
 
 
 def _hook_unit(
-    module: nn.Module, unit: Unit, layout: Layout, executor: Executor, units: Collection[int]
+    module: nn.Module, unit: Unit, layout: Layout, passes: Passes, units: Collection[int]
 ) -> list[RemovableHandle]:
-    hooks = _UnitHooks(unit, layout, executor, units)
+    hooks = _UnitHooks(unit, layout, passes, units)
     return [
         module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
@@ -149,8 +149,8 @@ def _any_requires_grad(inputs: Any) -> bool:
 class _BoundaryHooks(_ModuleHooks):
     """Around the outermost forward: inputs and outputs cross the boundary."""
 
-    def __init__(self, executor: Executor, boundary: Boundary) -> None:
-        self._executor, self._boundary = executor, boundary
+    def __init__(self, passes: Passes, boundary: Boundary) -> None:
+        self._passes, self._boundary = passes, boundary
         self._entered: list[bool] = []
         """Of each forward that runs: it is the outermost one."""
         self._from_outside = False
@@ -160,20 +160,20 @@ class _BoundaryHooks(_ModuleHooks):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._copied:
             return None
-        executor = self._executor
-        if not executor.in_backward:
-            self._from_outside = executor.is_outermost
-        self._entered.append(self._from_outside and executor.is_outermost)
-        return self._boundary.enter((args, kwargs), executor.in_backward) if self._entered[-1] else None
+        passes = self._passes
+        if not passes.in_backward:
+            self._from_outside = passes.is_outermost
+        self._entered.append(self._from_outside and passes.is_outermost)
+        return self._boundary.enter((args, kwargs), passes.in_backward) if self._entered[-1] else None
 
     @eager
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         crosses = not self._copied and bool(self._entered) and self._entered.pop()
-        return self._boundary.leave(output, self._executor.in_backward) if crosses else None
+        return self._boundary.leave(output, self._passes.in_backward) if crosses else None
 
 
-def _hook_boundary(module: nn.Module, executor: Executor, boundary: Boundary) -> list[RemovableHandle]:
-    hooks = _BoundaryHooks(executor, boundary)
+def _hook_boundary(module: nn.Module, passes: Passes, boundary: Boundary) -> list[RemovableHandle]:
+    hooks = _BoundaryHooks(passes, boundary)
     return [
         module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
@@ -198,20 +198,20 @@ def _hook_kept(module: nn.Module, outside: torch.dtype) -> list[RemovableHandle]
 
 
 def hook_gradient(
-    parameter: nn.Parameter, name: str, bucket: int, index: int, executor: Executor, boundary: Boundary
+    parameter: nn.Parameter, name: str, bucket: int, index: int, passes: Passes, boundary: Boundary
 ) -> RemovableHandle:
     """Take the gradient of a parameter that requires grad, whenever it comes."""
     # A hook of a tensor is held where Python's garbage collector does not look, so it must not hold what holds the
     # tensor: an engine that nobody closed would stay for good.
-    at_work = weakref.ref(executor), weakref.ref(boundary)
+    at_work = weakref.ref(passes), weakref.ref(boundary)
 
     def gradient_ready(parameter: torch.Tensor) -> None:
-        executor, boundary = at_work[0](), at_work[1]()
+        passes, boundary = at_work[0](), at_work[1]()
         gradient = parameter.grad
-        if gradient is not None and executor is not None and boundary is not None:
+        if gradient is not None and passes is not None and boundary is not None:
             parameter.grad = None
             boundary.check_scaled(name)
-            executor.arrive(bucket, index, gradient)
+            passes.arrive(bucket, index, gradient)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
     return handle

@@ -26,7 +26,7 @@ from zeroshard.comm import (
     open_collectives,
     unanimous,
 )
-from zeroshard.config import AutoFacts, Config, parse, require_supported, resolve_batch
+from zeroshard.config import AutoFacts, Config, parse, require_supported
 from zeroshard.data import TrainingLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, ModelError
@@ -82,15 +82,7 @@ def initialize(
     require_supported(parsed)
     if parsed.log_level is not None:
         _set_log_level(parsed.log_level)
-    batch = resolve_batch(
-        parsed.train_batch_size,
-        parsed.train_micro_batch_size_per_gpu,
-        parsed.gradient_accumulation_steps,
-        world.size,
-        world.size_origin,
-        source=parsed.source,
-        allow_unset=True,
-    )
+    batch = parsed.batch_on(world.size, world.size_origin)
     if world.rank == 0 and parsed.notes:
         # A warning, so that it is seen without any logging set up: no key is ignored in silence.
         log.warning(

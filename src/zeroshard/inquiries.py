@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroshard.memory import MemoryBill, predict_memory
-from zeroshard.mixed_precision import DTYPES
-from zeroshard.optimizer import STATE_ELEMENTS, state_bytes
-from zeroshard.precision import dtype_of
+from zeroshard.optimizer import state_bytes, state_elements
+from zeroshard.precision import DTYPES
 from zeroshard.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -149,9 +148,7 @@ class Inquiries:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(what the model computes in, what gradients are accumulated in)."""
-        names = (self._config.compute_dtype, self._config.grad_accum_dtype)
-        compute, accumulate = (dtype_of(DTYPES[name]) for name in names)
-        return compute, accumulate
+        return DTYPES[self._config.compute_dtype], DTYPES[self._config.grad_accum_dtype]
 
     # ---- settings -----------------------------------------------------------------------------------
 
@@ -197,12 +194,11 @@ class Inquiries:
 
     def predicted_memory(self) -> MemoryBill:
         """This rank's bill from the layout; the gathered peak from the schedules known so far."""
-        name = "" if self.optimizer is None else type(self.optimizer).__name__
         return predict_memory(
             self.layout,
             self.policy,
             rank=self._states.groups.gather.rank,
-            state_elements=STATE_ELEMENTS.get(name),
+            state_elements=state_elements(self.optimizer),
             accumulates=self.policy.accumulate_dtype is not None,
             gathered_peak=self._executor.paths.predicted_peak(),
             tile=self.policy.tile if self.optimizer is not None and Tiles.suit(self.optimizer) else None,

@@ -123,6 +123,11 @@ class Piece:
         return self.stop - self.start
 
     @property
+    def in_shard(self) -> slice:
+        """Its elements of the shard."""
+        return slice(self.at, self.at + self.stop - self.start)
+
+    @property
     def is_whole(self) -> bool:
         return self.numel == self.slot.numel
 
@@ -154,6 +159,10 @@ class BucketLayout:
     def nbytes(self) -> int:
         return self.padded * BYTES_OF[self.dtype]
 
+    def shard(self, rank: int) -> slice:
+        """The elements of `full` that are shard `rank`."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of `full` that belong to no parameter."""
         edges = [(0, 0), *((slot.offset, slot.end) for slot in self.slots), (self.padded, self.padded)]
@@ -167,7 +176,8 @@ class BucketLayout:
 
     def piece(self, index: int, rank: int) -> Piece:
         """What shard `rank` holds of slot `index`."""
-        slot, low, high = self.slots[index], rank * self.shard_numel, (rank + 1) * self.shard_numel
+        slot, shard = self.slots[index], self.shard(rank)
+        low, high = shard.start, shard.stop
         start = min(max(low - slot.offset, 0), slot.numel)
         stop = max(min(high - slot.offset, slot.numel), start)
         return Piece(slot=slot, start=start, stop=stop, at=slot.offset + start - low if stop > start else 0)

@@ -25,6 +25,7 @@ from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, StateError
 from zeroshard.guard import home_of
 from zeroshard.weights import Weights, match_names
+from zeroshard.wording import first_few
 from zeroshard.world import World, join
 
 __all__ = ["Loaded", "load_pretrained"]
@@ -130,8 +131,7 @@ def _match(weights: Weights, targets: Sequence[_Target], prefix: str, strict: bo
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:5])) or "nothing"
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+    return first_few([repr(name) for name in names], 5) or "nothing"
 
 
 def _check(weights: Weights, targets: Sequence[_Target]) -> None:
@@ -252,4 +252,4 @@ def _own(tensor: Tensor) -> tuple[int, Tensor]:
     if home.buffer is None:
         return home.range_of(home.access.rank)[0], home.piece
     piece = home.buffer.layout.pieces(home.buffer.group.rank)[home.index]
-    return piece.start, home.buffer.owned.detach()[piece.at : piece.at + piece.numel]
+    return piece.start, home.buffer.owned.detach()[piece.in_shard]

@@ -168,7 +168,7 @@ def build_buffer(
         if not all(agreed):
             groups.replicate.broadcast(source, 0)
             shard_group.broadcast(source, 0)
-        own = slice(shard_group.rank * layout.shard_numel, (shard_group.rank + 1) * layout.shard_numel)
+        own = layout.shard(shard_group.rank)
         full, shard = _place(source, own, layout, dtype, shard_group)
         master: Tensor | None = None
         if layout.trainable and dtype.itemsize < 4 and policy.wide_masters:

@@ -14,7 +14,7 @@ is what the model itself asks for (`_keep_in_fp32_modules` of Hugging Face model
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,9 @@ from torch import nn
 
 from zeroshard.config import Config
 from zeroshard.errors import ConfigError
-from zeroshard.precision import dtype_of
+from zeroshard.precision import DTYPES
 
-__all__ = ["DTYPES", "Precision"]
-
-DTYPES: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Dtypes as configs name them -> as torch does."""
+__all__ = ["Precision"]
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
@@ -52,12 +49,12 @@ class Precision:
         """What the config's precision sections ask for. ConfigError for a class that cannot be imported."""
         cast = config.torch_autocast
         return Precision(
-            compute=None if config.compute_dtype == "fp32" else _torch(config.compute_dtype),
-            autocast=_torch(cast.dtype or "bf16") if cast.enabled else None,
+            compute=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
+            autocast=DTYPES[cast.dtype or "bf16"] if cast.enabled else None,
             safe_modules=_classes(cast.lower_precision_safe_modules or SAFE_MODULES),
             buffers=None
             if config.data_types.buffer_dtype is None
-            else _torch(config.data_types.buffer_dtype),
+            else DTYPES[config.data_types.buffer_dtype],
             keep=config.data_types.keep_in_fp32_modules,
         )
 
@@ -158,10 +155,6 @@ def _kept_parts(keep: Iterable[str], model: nn.Module) -> Iterator[str]:
             continue
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             yield from getattr(model, attribute, None) or ()
-
-
-def _torch(name: str) -> torch.dtype:
-    return dtype_of(DTYPES[name])
 
 
 def _classes(names: Iterable[str]) -> frozenset[type[nn.Module]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.config import Config
 from zeroshard.errors import ConfigError
+from zeroshard.wording import in_one_line
 
 __all__ = ["Backend", "CsvFiles", "Monitor", "TensorBoard", "WeightsAndBiases"]
 
@@ -177,10 +178,9 @@ class Monitor:
                 # Whatever it is: other packages have errors of their own, and none is worth a run.
                 self._backends.remove(backend)
                 log.warning(
-                    "no more events are written to %s: %s: %s. The training goes on without them.",
+                    "no more events are written to %s: %s. The training goes on without them.",
                     backend.target,
-                    type(reason).__name__,
-                    reason,
+                    in_one_line(reason),
                 )
 
 

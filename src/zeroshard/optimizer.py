@@ -26,7 +26,6 @@ from zeroshard.gradients import ShardSlice
 
 __all__ = [
     "ELEMENTWISE",
-    "STATE_ELEMENTS",
     "build_optimizer",
     "can_fuse",
     "check_parameters",
@@ -34,6 +33,7 @@ __all__ = [
     "needs_whole",
     "rewire",
     "state_bytes",
+    "state_elements",
     "uncut_parameters",
 ]
 
@@ -61,7 +61,7 @@ ELEMENTWISE = frozenset(
 WHOLE = frozenset({"Adafactor", "Muon"})
 """Classes of torch.optim whose update reads whole rows, columns or matrices."""
 
-STATE_ELEMENTS: Mapping[str, float] = {
+_STATE_ELEMENTS: Mapping[str, int] = {
     "Adam": 2,
     "AdamW": 2,
     "AdamWithoutBiasCorrection": 2,
@@ -71,11 +71,6 @@ STATE_ELEMENTS: Mapping[str, float] = {
     "Adagrad": 1,
     "Lamb": 2,
     "Lion": 1,
-    "DeepSpeedCPUAdagrad": 1,
-    "DeepSpeedCPUAdam": 2,
-    "FusedAdam": 2,
-    "FusedLamb": 2,
-    "FusedLion": 1,
 }
 """Optimizer state per parameter element, where it does not depend on options."""
 
@@ -322,6 +317,13 @@ def state_bytes(optimizer: Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()
     )
+
+
+def state_elements(optimizer: Optimizer | None) -> int | None:
+    """Of per-element state, for each element of a parameter; None is not known. A subclass is taken to be like its
+    base."""
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    return next((_STATE_ELEMENTS[name] for name in names if name in _STATE_ELEMENTS), None)
 
 
 def is_outermost_step(optimizer: Optimizer) -> bool:

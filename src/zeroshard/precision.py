@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["cast_floating", "dtype_name", "dtype_of", "map_tensors", "squared_norm", "tensors_in"]
+__all__ = ["DTYPES", "cast_floating", "dtype_name", "dtype_of", "map_tensors", "squared_norm", "tensors_in"]
 
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By their names in configs and on command lines."""
 
 MAX_DEPTH = 8
 """Containers within containers that are looked into; deeper ones are left alone, and so are circles."""

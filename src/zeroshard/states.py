@@ -12,6 +12,7 @@ from zeroshard.comm import Collectives
 from zeroshard.executor import Executor
 from zeroshard.gradients import GradientBuffer, ShardSlice
 from zeroshard.materialize import Groups
+from zeroshard.passes import Passes
 
 __all__ = ["States"]
 
@@ -24,6 +25,7 @@ class States:
     gradients: list[GradientBuffer | None]
     slices: list[tuple[ShardSlice, ...]]
     executor: Executor
+    passes: Passes
     groups: Groups
     device: torch.device
 

@@ -8,6 +8,8 @@ from typing import Any
 from zeroshard.compiling import compiled_units
 from zeroshard.config import Config
 from zeroshard.mixed_precision import Precision
+from zeroshard.precision import dtype_name
+from zeroshard.wording import first_few
 
 __all__ = ["summary"]
 
@@ -38,7 +40,7 @@ def _dtypes(engine: Any) -> str:
     precision = Precision.of(config)
     wide = engine.policy.wide_masters
     if precision.autocast is not None:
-        compute = f"autocast to {str(precision.autocast).removeprefix('torch.')}, masters fp32"
+        compute = f"autocast to {dtype_name(precision.autocast)}, masters fp32"
     elif precision.compute is None:
         compute = "as the model has them; inputs are not cast"
     else:
@@ -48,8 +50,7 @@ def _dtypes(engine: Any) -> str:
         compute += "inputs are cast"
     kept = precision.kept_modules(engine.module)
     if kept:
-        shown = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
-        compute += f"; kept in fp32: {shown}"
+        compute += f"; kept in fp32: {first_few(kept, 3)}"
     buffers = config.data_types.buffer_dtype
     return compute + (f"; module buffers {buffers}" if buffers else "; module buffers as they are")
 

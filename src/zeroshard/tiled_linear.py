@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
 
-__all__ = ["TiledLinear", "TiledLinearReturnBias"]
+__all__ = ["TiledLinear", "TiledLinearReturnBias", "partition_uniform"]
 
 
-def _bounds(features: int, tiles: int) -> list[int]:
-    """Where tiles begin and end; the first ones are one larger where it does not divide."""
-    each, rest = divmod(features, tiles)
-    return [tile * each + min(tile, rest) for tile in range(tiles + 1)]
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where parts begin and end; the first ones are one larger where it does not divide."""
+    each, rest = divmod(num_items, num_parts)
+    return [part * each + min(part, rest) for part in range(num_parts + 1)]
 
 
 class TiledLinear(nn.Module):
@@ -58,7 +58,8 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts, self.out_parts = _bounds(in_features, in_splits), _bounds(out_features, out_splits)
+        self.in_parts = partition_uniform(in_features, in_splits)
+        self.out_parts = partition_uniform(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(

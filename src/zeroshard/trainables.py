@@ -106,7 +106,7 @@ class Trainables:
         self._required = required
         self._update.trains_digest = zlib.crc32(bytes(required))
         trained = {entry.bucket for entry, trains in zip(self._entries, required, strict=True) if trains}
-        self._executor.untrained = set(range(len(self._states.buffers))) - trained
+        self._states.passes.untrained = set(range(len(self._states.buffers))) - trained
 
     def _unfreeze(self, new: Sequence[_Entry]) -> None:
         """Parameters require grad that had none until now."""
@@ -153,7 +153,9 @@ class Trainables:
 
     def _hook(self, entries: Sequence[_Entry]) -> None:
         for name, bucket, slot, parameter in entries:
-            self._hooks[name] = hook_gradient(parameter, name, bucket, slot, self._executor, self._boundary)
+            self._hooks[name] = hook_gradient(
+                parameter, name, bucket, slot, self._states.passes, self._boundary
+            )
 
     def _ask_all_ranks(self, new: Sequence[_Entry]) -> None:
         """StateError unless all ranks have the same `new`: the others would wait for reductions in vain."""

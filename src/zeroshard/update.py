@@ -143,7 +143,7 @@ class Update:
             self.on_step(optimizer)
         self._check_nothing_ignored()
         self.take_edits()
-        self._executor.end_step()
+        self._states.passes.end_step()
         self._executor.reduces.flush_pending()
         self.gradient_bytes = max(self.gradient_bytes, sum(g.nbytes() for g in self._trained))
         agreed = self._agree()

@@ -12,18 +12,14 @@ from torch import nn
 from zeroshard.comm import Collectives, CommsLog, TimedCollectives, labelled
 from zeroshard.layout import BucketLayout, Layout
 from zeroshard.materialize import Groups
+from zeroshard.wording import first_few
 
 __all__ = ["groups_for", "tell_about", "timed"]
-
-_SHOWN = 3
-"""Parameters named in full."""
 
 
 def groups_for(bucket: BucketLayout, groups: Groups) -> Groups:
     """`groups`, whose collectives are recorded as those of `bucket`."""
-    names = [slot.name for slot in bucket.slots]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    label = f"{bucket.name!r} ({', '.join(names[:_SHOWN])}{more})"
+    label = f"{bucket.name!r} ({first_few([slot.name for slot in bucket.slots], 3)})"
     return _wrapped(groups, lambda name, group: labelled(group, label))
 
 

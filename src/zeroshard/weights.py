@@ -15,12 +15,12 @@ from torch import Tensor
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Weights", "match_names"]
+__all__ = ["DTYPES", "Weights", "match_names"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -31,9 +31,14 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+"""As safetensors files call them."""
 
 
 class Weights:
@@ -74,9 +79,9 @@ class Weights:
 
     def dtype(self, name: str) -> torch.dtype:
         told = self._file_of[name].get_slice(name).get_dtype()
-        if told not in _DTYPES:
+        if told not in DTYPES:
             raise CheckpointError(f"{self._origin[name]}: {name!r} has dtype {told}, which is not supported")
-        return _DTYPES[told]
+        return DTYPES[told]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `[start, stop)` of the flattened tensor, 1-D, in the file's dtype; perhaps a view of it."""

@@ -12,9 +12,16 @@ import torch.distributed as dist
 
 from zeroshard.errors import CommError
 
-__all__ = ["World", "join"]
+__all__ = ["TORCHRUN", "VISIBLE_DEVICES", "World", "join"]
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What its environment has of a run."""
+VISIBLE_DEVICES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+}
+"""By type of device: the variable that says which of them a process sees."""
 _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
     "PMI_SIZE": "MPICH",
@@ -45,8 +52,8 @@ def join(backend: str | None = None, timeout: timedelta | None = None) -> World:
     if dist.is_available() and dist.is_initialized():
         return _of_group("the torch.distributed process group")
     env = os.environ
-    present = [name for name in _TORCHRUN if name in env]
-    if len(present) == len(_TORCHRUN):
+    present = [name for name in TORCHRUN if name in env]
+    if len(present) == len(TORCHRUN):
         device = _local_device(env)
         backend = backend or dist.get_default_backend_for_device(device)
         if device.index is not None:
@@ -94,7 +101,7 @@ def _local_device(env: Mapping[str, str]) -> torch.device:
 
 
 def _refuse_half_a_launch(env: Mapping[str, str], present: list[str]) -> None:
-    missing = ", ".join(name for name in _TORCHRUN if name not in env)
+    missing = ", ".join(name for name in TORCHRUN if name not in env)
     if _as_int(env.get("WORLD_SIZE")) > 1 or (present and _as_int(env.get("RANK")) > 0):
         shown = ", ".join(f"{name}={env[name]}" for name in present)
         raise CommError(

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from zeroshard.checkpoint.deepspeed.pickles import open_states
-from zeroshard.checkpoint.plain import check_known, pack, unpack
+from zeroshard.checkpoint.plain import check_known, harmless, pack, unpack
 from zeroshard.errors import CheckpointError
 
 
@@ -152,3 +152,13 @@ def test_members_of_enumerations_cannot_be_changed(state: Any, tmp_path: pathlib
 def test_no_classes_are_made() -> None:
     with pytest.raises(pickle.UnpicklingError):
         unpack(pack(_Calls(enum.Enum, ("Made", ["A"]), None)))
+
+
+def test_what_is_built_for_a_name_wins_over_an_imported_enumeration() -> None:
+    """As for DeepSpeed's stage where the stand-in, which has a class of that name, is imported."""
+    name = f"{__name__}.Mode"
+    for more in ([], [(int, name)]):
+        with harmless([name], more):
+            known = torch.serialization.get_safe_globals()
+        built = [entry[0] for entry in known if isinstance(entry, tuple) and entry[1] == name]
+        assert built == ([int] if more else [Mode])

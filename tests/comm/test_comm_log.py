@@ -10,10 +10,11 @@ import torch
 
 from zeroshard.comm import CommsLog, CountingCollectives, FakeCollectives, TimedCollectives, timing
 from zeroshard.comm.bandwidth import OPERATIONS, bandwidth, sent_share
-from zeroshard.comm.log import configure_log, in_words
+from zeroshard.comm.log import UNITS, configure_log
 from zeroshard.config import parse
 from zeroshard.config.sections import CommsLogger
 from zeroshard.errors import ConfigError
+from zeroshard.wording import size_in_words
 
 
 def test_bandwidth_by_hand() -> None:
@@ -42,7 +43,7 @@ def test_a_group_of_one_sends_nothing_and_no_time_is_no_bandwidth() -> None:
     ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KB"), (1_310_720, "1.25 MB")]
 )
 def test_sizes_in_words(nbytes: int, text: str) -> None:
-    assert in_words(nbytes) == text
+    assert size_in_words(nbytes, UNITS) == text
 
 
 def exercise(seam: Any) -> None:
@@ -77,6 +78,17 @@ def test_debug_names_the_caller_and_the_bucket() -> None:
     exercise(TimedCollectives(FakeCollectives(0, 4), log, "gather").labelled("'blocks.0' (w, b)"))
     assert "all_gather in exercise for 'blocks.0' (w, b)" in {row.name for row in log.rows()}
     assert "broadcast in exercise for 'blocks.0' (w, b)" in {row.name for row in log.rows()}
+
+
+def test_a_label_reaches_every_wrapper() -> None:
+    log = CommsLog()
+    log.configure(CommsLogger(debug=True))
+    counting = CountingCollectives(TimedCollectives(FakeCollectives(0, 4), log, "gather"))
+    counting.labelled("'blocks.0' (w, b)").broadcast(torch.zeros(2), 0)
+    assert [row.name for row in log.rows()] == [
+        "broadcast in test_a_label_reaches_every_wrapper for 'blocks.0' (w, b)"
+    ]
+    assert counting.counts()["broadcast"].calls == 1
 
 
 class Event:

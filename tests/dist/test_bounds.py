@@ -51,7 +51,7 @@ class Watch:
         live = [b for b in self.buffers if b.is_live and not b.layout.resident] + [
             self.buffers[action.bucket]
         ]
-        uses = [self.executor._uses[b.layout.index] for b in live]
+        uses = [self.executor.uses[b.layout.index] for b in live]
         pinned = [b for b, use in zip(live, uses, strict=True) if use.pinned]
         open_ = [b for b, use in zip(live, uses, strict=True) if use.is_open or b is live[-1]]
         # What autograd needs until the step, and no plan knows of, comes on top.

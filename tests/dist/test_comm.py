@@ -25,8 +25,8 @@ from zeroshard.comm import (
     TorchCollectives,
     open_collectives,
 )
+from zeroshard.comm.exchange import Transfer
 from zeroshard.comm.peers import REACTOR
-from zeroshard.comm.shared_memory import _SharedWork
 from zeroshard.errors import CommError, RankLostError
 from zeroshard.testing.ranks import RankPool, RunFailedError
 
@@ -38,10 +38,13 @@ SHARDS = [0, 1, 7, 1023, 5_000, 100_003]
 def opened(kind: str) -> Collectives:
     assert dist.group.WORLD is not None
     if kind == "torch":
-        return TorchCollectives(dist.group.WORLD)
+        seam: Collectives = TorchCollectives(dist.group.WORLD)
+        assert isinstance(seam, Collectives)
+        return seam
     seam = open_collectives(None, CPU)
     assert isinstance(seam, RecordingCollectives)
     assert isinstance(seam.inner, SharedMemoryCollectives)
+    assert isinstance(seam.inner, Collectives)
     return seam
 
 
@@ -164,10 +167,10 @@ def test_waits_in_any_order_on_two_groups(ranks3: RankPool, kind: str) -> None:
     ranks3.run(shuffled_waits, kind)
 
 
-_read_at_once = _SharedWork.input_of
+_read_at_once = Transfer.input_of
 
 
-def read_slowly(work: _SharedWork, rank: int, start: int, count: int) -> torch.Tensor:
+def read_slowly(work: Transfer, rank: int, start: int, count: int) -> torch.Tensor:
     time.sleep(0.1)
     return _read_at_once(work, rank, start, count)
 
@@ -192,7 +195,7 @@ def overwrite_at_once(rank: int, world: int, block: bool, verb: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 time.sleep(0.1)
-                patch.setattr("zeroshard.comm.shared_memory._SharedWork.input_of", read_slowly)
+                patch.setattr("zeroshard.comm.exchange.Transfer.input_of", read_slowly)
             work.wait()
         result = out.clone()
         full.fill_(-1000.0)
@@ -223,13 +226,13 @@ def flood(rank: int, world: int) -> int:
     for work in reversed(works):
         work.wait()
     assert all(tensor[0] == i for i, tensor in enumerate(tensors))
-    mapped = seam.inner._pool.mapped_bytes  # type: ignore[attr-defined]
+    mapped = seam.inner.exchange.pool.mapped_bytes  # type: ignore[attr-defined]
     big = torch.ones(200_000)
     for _ in range(50):
         seam.all_reduce(big, average=True).wait()
-    assert seam.inner._pool.mapped_bytes <= mapped + 4 * (1 << 20)  # type: ignore[attr-defined]
+    assert seam.inner.exchange.pool.mapped_bytes <= mapped + 4 * (1 << 20)  # type: ignore[attr-defined]
     seam.close()
-    return len(seam.inner._inboxes) + len(seam.inner._works)  # type: ignore[attr-defined]
+    return len(seam.inner.exchange.inboxes) + len(seam.inner.exchange.works)  # type: ignore[attr-defined]
 
 
 def test_a_flood_neither_deadlocks_nor_leaks(ranks2: RankPool) -> None:
@@ -346,7 +349,7 @@ def misuse(rank: int, world: int) -> list[str]:
     with pytest.raises(CommError) as caught:
         work.wait()
     texts.append(str(caught.value))
-    seam.inner._timeout = seam.record.timeout = 0.3
+    seam.inner.exchange.timeout = seam.record.timeout = 0.3
     if rank == 0:
         with pytest.raises(CommError) as caught:
             seam.all_gather(torch.ones(world), torch.ones(1)).wait()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import zeroshard
-from zeroshard.launch import cli
+from zeroshard.launch import cli, deepspeed_commands
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,11 +63,14 @@ def test_a_mistake_is_one_line_and_status_2(
     assert told in printed.err
 
 
-def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.ds_ssh(["--"]) == 2
+def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert deepspeed_commands.ds_ssh(["--"]) == 2
     assert capsys.readouterr().err == "ds_ssh: give a command to run on every host\n"
-    assert cli.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
+    assert deepspeed_commands.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
     assert capsys.readouterr().err == "ds_ssh: there is no hostfile 'absent'; name one with -f\n"
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe")
+    assert deepspeed_commands.ds_ssh(["-f", str(tmp_path / "hosts"), "ls"]) == 2
+    assert capsys.readouterr().err.startswith(f"ds_ssh: --hostfile {tmp_path / 'hosts'} cannot be read: ")
 
 
 def test_commands_elsewhere_get_their_words_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from zeroshard import compat
 from zeroshard.errors import LaunchError
-from zeroshard.launch import cli, command
+from zeroshard.launch import cli, command, deepspeed_commands
 from zeroshard.launch.cores import cores_here
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture `zeroshard`
@@ -121,7 +121,7 @@ def test_dry_run_prints_what_each_rank_would_be(zeroshard: Launch, script: str, 
 def test_the_command_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[tuple[list[str], dict[str, object]]] = []
     monkeypatch.setattr(command, "run", lambda words, **defaults: received.append((words, defaults)) or 3)
-    assert cli.deepspeed_command(["--num_gpus", "2", script]) == 3
+    assert deepspeed_commands.deepspeed(["--num_gpus", "2", script]) == 3
     assert received == [(["--num_gpus", "2", script], {"as_deepspeed": True, "pass_local_rank": True})]
 
 

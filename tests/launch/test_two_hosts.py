@@ -315,7 +315,7 @@ def test_one_command_on_every_host(
         f'#!/bin/sh\nexec {shutil.which("ssh")} -F {network.folder}/ssh_config -p {SSH_PORT} "$@"\n'
     )
     (tmp_path / "ssh").chmod(0o755)
-    code = "import sys; from zeroshard.launch.cli import ds_ssh; sys.exit(ds_ssh())"
+    code = "import sys; from zeroshard.launch.deepspeed_commands import ds_ssh; sys.exit(ds_ssh())"
     _, file = network.hostfile(tmp_path, 1, 1)
     words = ["ip", "netns", "exec", network.names[0], sys.executable, "-c", code, "-f", file]
     path = {"PATH": f"{tmp_path}:{environment['PATH']}"}

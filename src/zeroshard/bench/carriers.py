@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import Collectives, RecordingCollectives, SharedMemoryCollectives
 from zeroshard.comm.bandwidth import OPERATIONS
+from zeroshard.comm.torch_backend import all_gather_single, reduce_scatter_single
 
 __all__ = ["Carrier", "SeamCarrier", "TorchCarrier"]
 
@@ -52,10 +53,8 @@ class TorchCarrier:
             return self._ring(full)
         shard = torch.zeros(numel // self._size, dtype=dtype, device=device)
         if operation == "all_gather":
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return lambda: gather(full, shard)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(shard, full)
+            return lambda: all_gather_single(full, shard)
+        return lambda: reduce_scatter_single(shard, full)
 
     def _ring(self, sent: torch.Tensor) -> Run:
         received = torch.empty_like(sent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,26 +18,15 @@ from zeroshard.bench.measure import Row, measure, memory_for_each_rank
 from zeroshard.bench.plan import Plan, dtypes_of, operations_of, sizes_of
 from zeroshard.comm import open_collectives
 from zeroshard.comm.bandwidth import OPERATIONS
+from zeroshard.console import command_line
 from zeroshard.errors import ConfigError
 from zeroshard.launch.runner import run_ranks
-from zeroshard.world import join
+from zeroshard.world import TORCHRUN, join
 
 __all__ = ["main"]
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = ("gloo", "nccl")
 _SIZES_CPU, _SIZES_DEVICE = "4K,64K,1M,16M", "4K,64K,1M,16M,256M"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Measure collectives between ranks: torch's, and beside them those that engines use. Starts its own "
-        "ranks, or measures as one where a launcher (zeroshard run -m zeroshard bench, torchrun) has started it."
-    )(_command)
-    status = app(list(arguments), prog_name="zeroshard bench", standalone_mode=False)
-    return status if isinstance(status, int) else 0
 
 
 def _command(
@@ -67,6 +55,8 @@ def _command(
         typer.Option(help="Also draw bus bandwidth over size (.png, .svg, .pdf).", show_default=False),
     ] = None,
 ) -> int:
+    """Measure collectives between ranks: torch's, and beside them those that engines use. Starts its own ranks, or
+    measures as one where a launcher (zeroshard run -m zeroshard bench, torchrun) has started it."""
     chosen = _backend(backend)
     plan = Plan(
         operations=operations_of(ops),
@@ -77,7 +67,7 @@ def _command(
     )
     if os.environ.get("RANK", "0") == "0":  # it writes them
         _check_files(csv, plot)
-    if all(name in os.environ for name in _RANK_VARIABLES):
+    if all(name in os.environ for name in TORCHRUN):
         started = os.environ["WORLD_SIZE"]
         if ranks is not None and str(ranks) != started:
             raise ConfigError(f"--ranks: {ranks}, but a launcher has started {started}; leave it out")
@@ -89,6 +79,9 @@ def _command(
     for option, value in (("--iterations", iterations), ("--csv", csv), ("--plot", plot)):
         words += [] if value is None else [option, str(value)]
     return run_ranks(["-m", "zeroshard", "bench", *words], count)
+
+
+main = command_line(_command, "zeroshard bench")
 
 
 def _backend(given: str | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.bench.measure import Row
+from zeroshard.wording import size_in_words
 
 __all__ = ["CSV_HEADER", "HEADER", "LEGEND", "cells", "line", "plot", "write_csv"]
 
@@ -37,7 +38,7 @@ CSV_HEADER = (
 
 def line(row: Row) -> str:
     """A line of the table."""
-    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{_size(row.nbytes):>11}"
+    start = f"{row.operation:15}{row.carrier:15}{row.dtype:7}{size_in_words(row.nbytes):>11}"
     if row.note:
         return f"{start}  {row.note}"
     algorithm, bus = row.bandwidth
@@ -85,13 +86,6 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         panel.set_ylabel("bus bandwidth, GB/s")
         panel.legend(fontsize="small")
     figure.savefig(file)
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= step:
-            return f"{nbytes / step:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 def _time(seconds: float) -> str:

@@ -9,15 +9,14 @@ from typing import TypeVar
 
 import torch
 
+from zeroshard import precision
 from zeroshard.comm.bandwidth import OPERATIONS
 from zeroshard.errors import ConfigError
 
 __all__ = ["DTYPES", "Plan", "dtypes_of", "operations_of", "sizes_of"]
 
 DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+    **precision.DTYPES,
     "fp64": torch.float64,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,

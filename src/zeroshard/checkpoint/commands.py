@@ -6,11 +6,9 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -18,9 +16,9 @@ from zeroshard.checkpoint.export import FORMATS, parse_size
 from zeroshard.checkpoint.export import export as export_weights
 from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.storage import Reader
-from zeroshard.console import show_table
+from zeroshard.console import command_line, show_table
 from zeroshard.errors import CheckpointError
-from zeroshard.precision import dtype_name
+from zeroshard.precision import DTYPES, dtype_name
 
 __all__ = ["export", "inspect", "verify"]
 
@@ -38,29 +36,7 @@ _ABOUT = (
     "torch",
     "version",
 )
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
-
-
-def _run(command: Callable[..., None], name: str, arguments: Sequence[str]) -> int:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    status = app(list(arguments), prog_name=f"zeroshard {name}", standalone_mode=False)
-    return status if isinstance(status, int) else 0
-
-
-def inspect(arguments: Sequence[str]) -> int:
-    """The command line of `zeroshard inspect`."""
-    return _run(_inspect, "inspect", arguments)
-
-
-def verify(arguments: Sequence[str]) -> int:
-    """The command line of `zeroshard verify`."""
-    return _run(_verify, "verify", arguments)
-
-
-def export(arguments: Sequence[str]) -> int:
-    """The command line of `zeroshard export`."""
-    return _run(_export, "export", arguments)
+_DTYPES = {**DTYPES, "saved": None}
 
 
 def _inspect(
@@ -160,3 +136,8 @@ def _progress(done: int, total: int) -> Any:
     if sys.stderr.isatty() and total:
         end = "\n" if done == total else ""
         print(f"\r{done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+
+
+inspect = command_line(_inspect, "zeroshard inspect")
+verify = command_line(_verify, "zeroshard verify")
+export = command_line(_export, "zeroshard export")

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.views import FlatPiece
 from zeroshard.errors import CheckpointError
 from zeroshard.gradients import ShardSlice
+from zeroshard.guard import INTEGER_OF
 from zeroshard.layout import Piece
 from zeroshard.precision import dtype_name
 from zeroshard.states import States
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 
-_INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**31 - 1
 
 
@@ -50,7 +50,7 @@ def collect(
     for bucket, index, piece in _pieces(states):
         buffer = states.buffers[bucket]
         if frozen or states.gradients[bucket] is not None:
-            found[f"model/{piece.slot.name}"] = _part(piece, buffer.owned[piece.at : piece.at + piece.numel])
+            found[f"model/{piece.slot.name}"] = _part(piece, buffer.owned[piece.in_shard])
         if optimizer is not None and states.slices[bucket]:
             part = states.slices[bucket][index]
             found.update(_entries(optimizer.state.get(part, {}), part, piece))
@@ -67,8 +67,8 @@ def digests_of_frozen(states: States) -> dict[str, list[Any]]:
     names, sums = [], []
     for bucket, _, piece in _pieces(states):
         if states.gradients[bucket] is None:
-            part = states.buffers[bucket].owned[piece.at : piece.at + piece.numel]
-            words = part.contiguous().view(_INTEGER_OF[part.element_size()])
+            part = states.buffers[bucket].owned[piece.in_shard]
+            words = part.contiguous().view(INTEGER_OF[part.element_size()])
             names.append((piece.slot.name, dtype_name(part.dtype)))
             # Each rank's is small enough for their sum to be exact.
             sums.append(float(int(words.sum(dtype=torch.int64)) % _MODULUS))
@@ -195,7 +195,7 @@ def targets_of(
     for bucket, index, piece in _pieces(states):
         buffer, name = states.buffers[bucket], piece.slot.name
         if f"model/{name}" in saved:
-            owned = buffer.owned[piece.at : piece.at + piece.numel]
+            owned = buffer.owned[piece.in_shard]
             targets.tensors[f"model/{name}"] = _part(piece, owned)
         if optimizer is None or not states.slices[bucket] or states.gradients[bucket] is None:
             continue

@@ -34,6 +34,7 @@ from zeroshard.checkpoint.views import PieceLoadPlanner
 from zeroshard.config.nearest import closest
 from zeroshard.errors import CheckpointError
 from zeroshard.states import States
+from zeroshard.wording import first_few
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.methods import Checkpoints
@@ -80,7 +81,7 @@ def load(
     reader, extras, targets = together(states, "load_checkpoint", open_it)
     if custom is None and extras.get("base") is not None:
         _check_base(engine, str(reader.directory), extras["base"])
-    engine._executor.end_step()
+    engine._states.passes.end_step()
     engine._executor.reduces.clear()
     engine._window = 0
     for buffer in states.buffers:
@@ -244,8 +245,7 @@ def _check_base(engine: Checkpoints, where: str, saved: Mapping[str, list[Any]])
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
+    return first_few([repr(name) for name in names], 3) or "none"
 
 
 def _read(reader: CheckpointReader, targets: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from zeroshard.checkpoint.export import write_weights
 from zeroshard.checkpoint.loading import CustomLoad, load
 from zeroshard.checkpoint.together import together
 from zeroshard.errors import StateError
+from zeroshard.full_state import drop_frozen
 
 if TYPE_CHECKING:
     import torch
@@ -133,9 +134,7 @@ class Checkpoints:
         self._check_open("save_16bit_model")
         weights = self.full_state_dict()
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    weights.pop(name, None)
+            drop_frozen(weights, self.module)
 
         def write() -> None:
             if self._states.rank == 0:

@@ -102,12 +102,14 @@ def unpack(data: bytes) -> Any:
 @contextmanager
 def harmless(asked: Iterable[str], more: Iterable[_Allowed] = ()) -> Iterator[None]:
     """Inside, torch's weights-only unpickler knows classes that run no code of anybody's when they are built, those
-    of the names `asked` that are enumerations and imported, and `more`.
+    of the names `asked` that are enumerations and imported, and `more`, which wins.
 
     A file can write into what it names. Members of enumerations are everybody's: should one have been changed, it
     is put back, and that is an UnpicklingError.
     """
-    enumerations = [(found, name) for name in asked if _has_members(found := _found(name))]
+    more = list(more)
+    taken = {entry[1] for entry in more if isinstance(entry, tuple)}
+    enumerations = [(found, n) for n in asked if n not in taken and _has_members(found := _found(n))]
     members = {id(member): member for found, _ in enumerations for member in _members(found)}
     before = {key: dict(vars(member)) for key, member in members.items()}
     try:

@@ -49,6 +49,7 @@ from zeroshard.checkpoint.plain import unpack
 from zeroshard.checkpoint.reading import CheckpointReader
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name, dtype_of
+from zeroshard.weights import DTYPES
 
 __all__ = ["INDEX", "Index", "Reader", "Writer", "read_index"]
 
@@ -58,24 +59,7 @@ VERSION = 1
 PIECE = 32 * 2**20
 """Bytes that are brought to the host, or read, at a time."""
 
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -215,13 +199,13 @@ def _header(items: Sequence[WriteItem], sizes: Sequence[int]) -> bytes:
         if item.tensor_data is None:
             entry = {"dtype": "U8", "shape": [size]}
         else:
-            dtype = dtype_name(item.tensor_data.properties.dtype)
-            if dtype not in _SAFETENSORS:
+            dtype = item.tensor_data.properties.dtype
+            if dtype not in _NAMES:
                 raise CheckpointError(
-                    f"{item.index.fqn!r} is {dtype}, which safetensors files do not have: convert it, or "
-                    f"register it with persistent=False"
+                    f"{item.index.fqn!r} is {dtype_name(dtype)}, which safetensors files do not have: convert it, "
+                    f"or register it with persistent=False"
                 )
-            entry = {"dtype": _SAFETENSORS[dtype], "shape": list(item.tensor_data.chunk.sizes)}
+            entry = {"dtype": _NAMES[dtype], "shape": list(item.tensor_data.chunk.sizes)}
         offset = ",".join(map(str, item.index.offset or ()))
         entries[f"{item.index.fqn}@{offset}"] = {**entry, "data_offsets": [at, at + size]}
         at += size

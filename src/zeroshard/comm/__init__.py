@@ -17,11 +17,12 @@ from zeroshard.comm.log import (
     reset_log,
 )
 from zeroshard.comm.log_table import log_summary
-from zeroshard.comm.recorder import RecordingCollectives, labelled
+from zeroshard.comm.recorder import RecordingCollectives
 from zeroshard.comm.seam import Collectives, Done, Work
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.timing import TimedCollectives
 from zeroshard.comm.torch_backend import TorchCollectives
+from zeroshard.comm.wrapper import labelled
 
 __all__ = [
     "Collectives",

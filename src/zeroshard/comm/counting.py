@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroshard.comm.bandwidth import sent_share
 from zeroshard.comm.seam import Collectives, Work
+from zeroshard.comm.wrapper import Wrapper
 
 __all__ = ["CountingCollectives", "Traffic"]
 
@@ -29,11 +31,11 @@ class Traffic:
     wire_bytes: int = 0
 
 
-class CountingCollectives:
+class CountingCollectives(Wrapper):
     """`inner` with counters around it: `counts()` by verb since the start or the last `reset()`."""
 
     def __init__(self, inner: Collectives) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._traffic: dict[str, Traffic] = {}
 
     def counts(self) -> dict[str, Traffic]:
@@ -42,39 +44,13 @@ class CountingCollectives:
     def reset(self) -> None:
         self._traffic.clear()
 
-    @property
-    def size(self) -> int:
-        return self._inner.size
+    def launch(self, verb: str, full: Tensor, shard: Tensor | None, start: Callable[[], Work]) -> Work:
+        self._count(verb, full)
+        return start()
 
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
-        self._count("all_gather", full)
-        return self._inner.all_gather(full, shard, stable=stable)
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
-        self._count("reduce_scatter", full)
-        return self._inner.reduce_scatter(shard, full, average=average)
-
-    def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
-        self._count("all_reduce", tensor)
-        return self._inner.all_reduce(tensor, average=average)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._count("broadcast", tensor)
-        self._inner.broadcast(tensor, source)
-
-    def sum_to_host(self, values: Tensor) -> list[float]:
-        self._count("sum_to_host", values)
-        return self._inner.sum_to_host(values)
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._inner.empty(numel, dtype=dtype, device=device)
-
-    def close(self) -> None:
-        self._inner.close()
+    def finish(self, verb: str, tensor: Tensor, run: Callable[[], Any]) -> None:
+        self._count(verb, tensor)
+        run()
 
     def _count(self, verb: str, tensor: Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
@@ -83,5 +59,5 @@ class CountingCollectives:
             before,
             calls=before.calls + 1,
             buffer_bytes=before.buffer_bytes + nbytes,
-            wire_bytes=before.wire_bytes + int(nbytes * sent_share(verb, self._inner.size)),
+            wire_bytes=before.wire_bytes + int(nbytes * sent_share(verb, self.size)),
         )

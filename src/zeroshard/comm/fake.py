@@ -24,26 +24,17 @@ class FakeCollectives:
     def __init__(self, rank: int, size: int, world: int | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}: 0 <= rank < size")
-        self._rank = rank
-        self._size = size
+        self.rank, self.size = rank, size
         self._world = size if world is None else world
         self.calls: list[tuple[str, int, torch.dtype]] = []
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
     def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
-        check_shard_of("all_gather", shard, full, self._size)
+        check_shard_of("all_gather", shard, full, self.size)
         self.calls.append(("all_gather", full.numel(), full.dtype))
         return _DONE
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
-        check_shard_of("reduce_scatter", shard, full, self._size)
+        check_shard_of("reduce_scatter", shard, full, self.size)
         self.calls.append(("reduce_scatter", full.numel(), full.dtype))
         return _DONE
 

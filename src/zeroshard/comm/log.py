@@ -17,21 +17,24 @@ from zeroshard.comm.bandwidth import bandwidth
 from zeroshard.comm.timing import LoggedGroup, seconds_between
 from zeroshard.config import parse
 from zeroshard.config.sections import LOGGED_AS, CommsLogger
+from zeroshard.wording import size_in_words
 
 __all__ = [
     "LOG",
     "REMEMBERED",
+    "UNITS",
     "CommsLog",
     "Series",
     "configure_log",
     "has_log",
-    "in_words",
     "is_first_rank",
     "log_for",
     "logged_operations",
     "reset_log",
 ]
 
+UNITS = ("KB", "MB", "GB", "TB")
+"""As in DeepSpeed's table."""
 REMEMBERED = 10_000
 """Collectives of a row whose own times are kept, for the straggler column."""
 _PENDING = 1_000
@@ -81,8 +84,9 @@ class Series:
             self.recent[number % REMEMBERED] = blocked
         if self.log.settings.verbose and is_first_rank():
             algorithm, bus = bandwidth(self.verb, self.nbytes, latency, self.group.size)
+            size = size_in_words(self.nbytes, UNITS)
             print(
-                f"comm {self.name} | {in_words(self.nbytes)} | {self.group.size} ranks | {1e3 * latency:.3f} ms, "
+                f"comm {self.name} | {size} | {self.group.size} ranks | {1e3 * latency:.3f} ms, "
                 f"blocked {1e3 * blocked:.3f} ms | algbw {algorithm / 1e9:.3f} GB/s | busbw {bus / 1e9:.3f} GB/s",
                 flush=True,
             )
@@ -208,13 +212,3 @@ def logged_operations() -> dict[str, int]:
 
 def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def in_words(nbytes: int) -> str:
-    """12.5 MB; powers of 1024, as in DeepSpeed's table."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

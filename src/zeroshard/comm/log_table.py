@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from zeroshard.comm.agreement import ballot, unanimous
 from zeroshard.comm.bandwidth import bandwidth
-from zeroshard.comm.log import LOG, REMEMBERED, Series, in_words, is_first_rank
+from zeroshard.comm.log import LOG, REMEMBERED, UNITS, Series, is_first_rank
 from zeroshard.comm.timing import LoggedGroup
+from zeroshard.wording import size_in_words
 
 __all__ = ["log_summary"]
 
@@ -159,7 +160,7 @@ def _table(rows: Sequence[_Row], show_straggler: bool) -> list[str]:
         algorithm, bus = row.bandwidth
         series = row.series
         line = (
-            f"{series.name:{width}}{in_words(series.nbytes):>10}{series.group.size:6}{row.count:8}"
+            f"{series.name:{width}}{size_in_words(series.nbytes, UNITS):>10}{series.group.size:6}{row.count:8}"
             f"{1e3 * row.latency:11.2f}{1e3 * row.latency / max(row.finished, 1):10.3f}{1e3 * row.blocked:12.2f}"
             f"{algorithm / 1e9:12.3f}{bus / 1e9:12.3f}"
         )
@@ -182,7 +183,7 @@ def _as_dict(rows: Sequence[_Row], show_straggler: bool) -> dict[str, Any]:
     for row in rows:
         name, nbytes = row.series.name, row.series.nbytes
         algorithm, bus = row.bandwidth
-        told = {"msg_size_bytes": nbytes, "msg_size_str": in_words(nbytes)}
+        told = {"msg_size_bytes": nbytes, "msg_size_str": size_in_words(nbytes, UNITS)}
         summary.setdefault(name, {})[nbytes] = {
             "count": row.count,
             "total_latency_ms": 1e3 * row.latency,

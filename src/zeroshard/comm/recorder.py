@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,112 +24,76 @@ from zeroshard.comm.reduction import check_reducible
 from zeroshard.comm.seam import Collectives, Work
 from zeroshard.comm.shared_memory import SharedMemoryCollectives
 from zeroshard.comm.watch import Watch
+from zeroshard.comm.wrapper import Wrapper
 from zeroshard.errors import CommError, DivergedError, RankLostError
 
-__all__ = ["RecordingCollectives", "labelled"]
+__all__ = ["RecordingCollectives"]
+
+_Result = TypeVar("_Result")
 
 
-class RecordingCollectives:
+class RecordingCollectives(Wrapper):
     """`inner`, recorded. `labelled` gives the same group for one bucket, under its name."""
 
     def __init__(
-        self,
-        inner: Collectives,
-        record: GroupRecord,
-        watch: Watch,
-        checker: Checker | None = None,
-        label: str = "",
+        self, inner: Collectives, record: GroupRecord, watch: Watch, checker: Checker | None = None
     ) -> None:
-        self.inner, self.record, self.label = inner, record, label
+        super().__init__(inner)
+        self.record: GroupRecord = record
         self._watch, self._checker = watch, checker
-        self._about = zlib.crc32(label.encode())
-        self._compared = inner if isinstance(inner, SharedMemoryCollectives) else None
-        """The seam that itself compares what collectives are about."""
-
-    def labelled(self, label: str) -> RecordingCollectives:
-        """The same group and record; what is launched through it is about `label`."""
-        return RecordingCollectives(self.inner, self.record, self._watch, self._checker, label)
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
-        if self._checker is not None:
-            check_shard_of("all_gather", shard, full, self.size)
-        return self._launch("all_gather", full, lambda: self._seam().all_gather(full, shard, stable=stable))
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
-        if self._checker is not None:
-            check_shard_of("reduce_scatter", shard, full, self.size)
-            check_reducible("reduce_scatter", full)
-        return self._launch(
-            "reduce_scatter", full, lambda: self._seam().reduce_scatter(shard, full, average=average)
-        )
-
-    def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
-        if self._checker is not None:
-            check_flat("all_reduce", tensor)
-            check_reducible("all_reduce", tensor)
-        return self._launch("all_reduce", tensor, lambda: self._seam().all_reduce(tensor, average=average))
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        check_flat("broadcast", tensor)
-        self._finish("broadcast", tensor, lambda: self._seam().broadcast(tensor, source))
-
-    def sum_to_host(self, values: Tensor) -> list[float]:
-        check_flat("sum_to_host", values)
-        sums: list[float] = []
-        self._finish("sum_to_host", values, lambda: sums.extend(self._seam().sum_to_host(values)))
-        return sums
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
         if self.record.closed:
             return
         self.record.closed = True
         try:
-            self._finish("close", torch.empty(0), lambda: self._seam().close())
+            self.finish("close", torch.empty(0), self.inner.close)
         finally:
             self._watch.remove(self.record)
 
-    def _seam(self) -> Collectives:
-        """`inner`, told what is launched next."""
-        if self._compared is not None:
-            self._compared.about = self._about
-        return self.inner
-
-    def _launch(self, verb: str, tensor: Tensor, start: Callable[[], Work]) -> Work:
-        """An asynchronous verb. Arguments that `start` refuses count as no launch."""
+    def launch(self, verb: str, full: Tensor, shard: Tensor | None, start: Callable[[], Work]) -> Work:
+        """Arguments that `start` refuses count as no launch."""
         record = self.record
         if self._checker is not None:
-            item, number = self._checker.announce(record, verb, self.label, tensor, start)
+            self._check(verb, full, shard)
+            item, number = self._checker.announce(record, verb, self.label, full, lambda: self._run(start))
             return _Recorded(self, item, number)
         try:
-            work = start()
+            work = self._run(start)
         except (DivergedError, RankLostError) as error:
-            with record.waiting_for(record.note(verb, self.label, tensor.numel(), tensor.dtype)):
+            with record.waiting_for(record.note(verb, self.label, full.numel(), full.dtype)):
                 raise self.explained(error) from error.__cause__
-        return _Recorded(self, work, record.note(verb, self.label, tensor.numel(), tensor.dtype))
+        return _Recorded(self, work, record.note(verb, self.label, full.numel(), full.dtype))
 
-    def _finish(self, verb: str, tensor: Tensor, run: Callable[[], Any]) -> None:
-        """A verb that blocks."""
+    def finish(self, verb: str, tensor: Tensor, run: Callable[[], Any]) -> None:
+        self._check(verb, tensor, None)
         record = self.record
         if self._checker is not None:
-            item, number = self._checker.announce(record, verb, self.label, tensor, run, blocks=True)
+            item, number = self._checker.announce(
+                record, verb, self.label, tensor, lambda: self._run(run), blocks=True
+            )
             _Recorded(self, item, number).wait()
             return
         with record.waiting_for(record.note(verb, self.label, tensor.numel(), tensor.dtype)):
             try:
-                run()
+                self._run(run)
             except CommError as error:
                 raise self.explained(error) from error.__cause__
+
+    def _run(self, start: Callable[[], _Result]) -> _Result:
+        """Shared memory itself compares what its collectives are about: it is told."""
+        if isinstance(self.inner, SharedMemoryCollectives):
+            self.inner.exchange.about = zlib.crc32(self.label.encode())
+        return start()
+
+    def _check(self, verb: str, full: Tensor, shard: Tensor | None) -> None:
+        """The seam checks its arguments as well, but only when it is asked to start."""
+        if shard is None:
+            check_flat(verb, full)
+        else:
+            check_shard_of(verb, shard, full, self.size)
+        if verb in ("all_reduce", "reduce_scatter"):
+            check_reducible(verb, full)
 
     def explained(self, error: CommError) -> CommError:
         """`error` with the report of where all ranks are."""
@@ -155,9 +119,3 @@ class _Recorded:
         finally:
             record.waiting = None
             record.waits += 1
-
-
-def labelled(group: Collectives, label: str) -> Collectives:
-    """`group` for collectives that are about `label`: the same object where nobody asks what they are about."""
-    relabel: Callable[[str], Collectives] | None = getattr(group, "labelled", None)
-    return group if relabel is None else relabel(label)

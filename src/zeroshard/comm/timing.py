@@ -17,7 +17,6 @@ ranks that each waited in the one they launched first could wait for each other.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.recorder import labelled
 from zeroshard.comm.seam import Collectives, Work
+from zeroshard.comm.stacks import site_of
+from zeroshard.comm.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from zeroshard.comm.log import CommsLog, Series
@@ -36,9 +36,6 @@ __all__ = ["LoggedGroup", "TimedCollectives", "seconds_between"]
 
 Mark = Any
 """A moment: `time.perf_counter()`, or an event of a device."""
-
-_CALLER = 3
-"""Frames from `_called_by` to the caller of a verb."""
 
 
 @dataclass(eq=False)
@@ -55,70 +52,28 @@ class LoggedGroup:
     """To compare times through; None once the group is closed."""
 
 
-class TimedCollectives:
+class TimedCollectives(Wrapper):
     """`inner`, written into `log`; `name` is that of the group in the engine (gather, reduce, ...)."""
 
     def __init__(self, inner: Collectives, log: CommsLog, name: str) -> None:
-        self._set(inner, log, "", LoggedGroup(name, inner.size, inner.rank, _global_ranks(inner), inner))
+        super().__init__(inner)
+        ranks = tuple(range(inner.size)) if self.record is None else self.record.ranks
+        self.log, self.group = log, LoggedGroup(name, inner.size, inner.rank, ranks, inner)
         log.groups.append(self.group)
-
-    def _set(self, inner: Collectives, log: CommsLog, label: str, group: LoggedGroup) -> None:
-        self.inner, self.log, self.label, self.group = inner, log, label, group
-
-    def labelled(self, label: str) -> TimedCollectives:
-        """The same group and log; what is launched through it is about `label`."""
-        made = object.__new__(TimedCollectives)
-        made._set(labelled(self.inner, label), self.log, label, self.group)
-        return made
-
-    @property
-    def record(self) -> Any:
-        """The flight record, where there is one (`RecordingCollectives`)."""
-        return getattr(self.inner, "record", None)
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
-        return self._launch("all_gather", full, lambda: self.inner.all_gather(full, shard, stable=stable))
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
-        return self._launch(
-            "reduce_scatter", full, lambda: self.inner.reduce_scatter(shard, full, average=average)
-        )
-
-    def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
-        return self._launch("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, average=average))
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._finish("broadcast", tensor, lambda: self.inner.broadcast(tensor, source))
-
-    def sum_to_host(self, values: Tensor) -> list[float]:
-        sums: list[float] = []
-        self._finish("sum_to_host", values, lambda: sums.extend(self.inner.sum_to_host(values)))
-        return sums
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
         self.group.collectives = None
-        self.inner.close()
+        super().close()
 
-    def _launch(self, verb: str, tensor: Tensor, start: Callable[[], Work]) -> Work:
-        series = self._series(verb, tensor)
+    def launch(self, verb: str, full: Tensor, shard: Tensor | None, start: Callable[[], Work]) -> Work:
+        series = self._series(verb, full)
         if series is None:
             return start()
-        began = mark(tensor.device)
+        began = mark(full.device)
         work = start()
-        return _Timed(series, work, tensor.device, began, mark(tensor.device))
+        return _Timed(series, work, full.device, began, mark(full.device))
 
-    def _finish(self, verb: str, tensor: Tensor, run: Callable[[], object]) -> None:
+    def finish(self, verb: str, tensor: Tensor, run: Callable[[], Any]) -> None:
         series = self._series(verb, tensor)
         if series is None:
             run()
@@ -133,7 +88,7 @@ class TimedCollectives:
             return None
         about = ""
         if self.log.settings.debug:
-            about = f" in {_called_by()}" + (f" for {self.label}" if self.label else "")
+            about = f" in {site_of()}" + (f" for {self.label}" if self.label else "")
         return self.log.series(self.group, verb, about, tensor.numel() * tensor.element_size())
 
 
@@ -173,16 +128,3 @@ def seconds_between(first: Mark, second: Mark) -> float | None:
     if not second.query():
         return None
     return float(first.elapsed_time(second)) / 1e3
-
-
-def _global_ranks(group: Collectives) -> tuple[int, ...]:
-    record = getattr(group, "record", None)
-    return tuple(range(group.size)) if record is None else record.ranks
-
-
-def _called_by() -> str:
-    """The function that called a verb of the seam."""
-    frame = sys._getframe(_CALLER)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame.f_code.co_name

@@ -32,10 +32,12 @@ from zeroshard.comm.reduction import check_reducible
 from zeroshard.comm.seam import Work
 from zeroshard.errors import CommError, RankLostError
 
-__all__ = ["TorchCollectives"]
+__all__ = ["TorchCollectives", "all_gather_single", "reduce_scatter_single"]
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = (
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
@@ -75,37 +77,30 @@ class TorchCollectives:
                 f"{dist.get_process_group_ranks(group)}. Open collectives on the ranks of the group only."
             )
         self._group = group
-        self._rank = rank
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._size = len(self._global_ranks)
+        self.rank, self.size = rank, len(self._global_ranks)
         self._backend_of_device: dict[str, str] = {}
         self._closed = False
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
     def all_gather(self, full: Tensor, shard: Tensor, *, stable: bool = False) -> Work:
-        check_shard_of("all_gather", shard, full, self._size)
+        check_shard_of("all_gather", shard, full, self.size)
         full, shard = _as_movable(full.data), _as_movable(shard.data)
-        return self._launch("all_gather", lambda: _all_gather(full, shard, group=self._group, async_op=True))
+        return self._launch(
+            "all_gather", lambda: all_gather_single(full, shard, group=self._group, async_op=True)
+        )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> Work:
-        check_shard_of("reduce_scatter", shard, full, self._size)
+        check_shard_of("reduce_scatter", shard, full, self.size)
         check_reducible("reduce_scatter", full)
         shard, full = shard.data, full.data
         if self._backend(full) == "gloo":
-            own = slice_of_rank(full, self._rank, self._size)
+            own = slice_of_rank(full, self.rank, self.size)
 
             def finish() -> None:
                 if not is_same_memory(own, shard):
                     shard.copy_(own)
                 if average:
-                    _divide(shard, self._size)
+                    _divide(shard, self.size)
 
             return self._launch(
                 "reduce_scatter", lambda: dist.all_reduce(full, group=self._group, async_op=True), finish
@@ -113,8 +108,8 @@ class TorchCollectives:
         op, divide = self._reduction(full, average)
         return self._launch(
             "reduce_scatter",
-            lambda: _reduce_scatter(shard, full, op=op, group=self._group, async_op=True),
-            (lambda: _divide(shard, self._size)) if divide else None,
+            lambda: reduce_scatter_single(shard, full, op=op, group=self._group, async_op=True),
+            (lambda: _divide(shard, self.size)) if divide else None,
         )
 
     def all_reduce(self, tensor: Tensor, *, average: bool) -> Work:
@@ -125,13 +120,13 @@ class TorchCollectives:
         return self._launch(
             "all_reduce",
             lambda: dist.all_reduce(tensor, op=op, group=self._group, async_op=True),
-            (lambda: _divide(tensor, self._size)) if divide else None,
+            (lambda: _divide(tensor, self.size)) if divide else None,
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         check_flat("broadcast", tensor)
-        if not 0 <= source < self._size:
-            raise CommError(f"broadcast: source is {source}; the group has ranks 0 to {self._size - 1}.")
+        if not 0 <= source < self.size:
+            raise CommError(f"broadcast: source is {source}; the group has ranks 0 to {self.size - 1}.")
         moved = _as_movable(tensor.data)
         from_rank = self._global_ranks[source]
         self._launch(
@@ -179,7 +174,7 @@ class TorchCollectives:
     def failure(self, verb: str, error: Exception) -> CommError:
         """The error of this package for what torch raised in `verb`."""
         text = str(error).strip()
-        own = self._global_ranks[self._rank]
+        own = self._global_ranks[self.rank]
         where = f"{verb} on global rank {own} of the group of global ranks {self._global_ranks}"
         if _PEER_GONE.search(text):
             return RankLostError(

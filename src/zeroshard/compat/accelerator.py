@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.world import VISIBLE_DEVICES
+
 __all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
@@ -73,7 +75,7 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def visible_devices_envs(self) -> list[str]:
-        return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"]}.get(self._name, [])
+        return [VISIBLE_DEVICES[self._name]] if self._name in VISIBLE_DEVICES else []
 
     # ---- dtypes -------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ other group is a rank by itself.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,11 +20,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.comm import configure_log, logged_operations
+from zeroshard.comm.torch_backend import all_gather_single
+from zeroshard.compat.messages import logger
+from zeroshard.compat.names import COLLECTIVES
 from zeroshard.config import parse
 from zeroshard.errors import CommError, StateError
 from zeroshard.world import join
-
-log = logging.getLogger("DeepSpeed")
 
 _FOR_THE_LOGGER = ("prof", "log_name", "debug")
 
@@ -43,34 +43,7 @@ def _plain(name: str) -> Callable[..., Any]:
     return call
 
 
-all_gather = _plain("all_gather")
-all_gather_into_tensor = _plain("all_gather_into_tensor")
-all_gather_object = _plain("all_gather_object")
-all_reduce = _plain("all_reduce")
-all_to_all = _plain("all_to_all")
-all_to_all_single = _plain("all_to_all_single")
-barrier = _plain("barrier")
-broadcast = _plain("broadcast")
-broadcast_object_list = _plain("broadcast_object_list")
-gather = _plain("gather")
-irecv = _plain("irecv")
-isend = _plain("isend")
-monitored_barrier = _plain("monitored_barrier")
-recv = _plain("recv")
-reduce = _plain("reduce")
-reduce_scatter = _plain("reduce_scatter")
-reduce_scatter_tensor = _plain("reduce_scatter_tensor")
-scatter = _plain("scatter")
-send = _plain("send")
-
-allgather_fn = all_gather_into_tensor
-reduce_scatter_fn = reduce_scatter_tensor
-inference_all_reduce = all_reduce
-
-is_available = dist.is_available
-is_initialized = dist.is_initialized
-new_group = dist.new_group
-destroy_process_group = dist.destroy_process_group
+globals().update({name: _plain(name) for name in COLLECTIVES})
 
 
 def all_gather_coalesced(
@@ -82,7 +55,7 @@ def all_gather_coalesced(
     """Gather each input into the output at its place."""
     return _each(
         [
-            functools.partial(dist.all_gather_into_tensor, output, given, group=group, async_op=async_op)
+            functools.partial(all_gather_single, output, given, group=group, async_op=async_op)
             for output, given in zip(output_tensors, input_tensors, strict=True)
         ]
     )
@@ -124,9 +97,6 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
-
-
 # ---- who is who -----------------------------------------------------------------------------------------
 
 
@@ -164,38 +134,17 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     return init_device_mesh(join().device.type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
-def _get_data_parallel_group() -> ProcessGroup | None:
-    return dist.group.WORLD
-
-
-def _get_data_parallel_rank() -> int:
-    return get_rank()
-
-
-def _get_data_parallel_world_size() -> int:
-    return get_world_size()
-
-
-def _get_broadcast_src_rank() -> int:
+def rank_alone() -> int:
+    """In a group of this rank alone."""
     return 0
 
 
-def _get_sequence_parallel_group() -> Any:
-    raise StateError("there are no sequence- or tensor-parallel groups: every rank is data parallel here")
-
-
-def _get_sequence_parallel_rank() -> int:
-    return 0
-
-
-def _get_sequence_parallel_world_size() -> int:
+def size_alone() -> int:
     return 1
 
 
-_get_model_parallel_world_size = _get_sequence_parallel_world_size
-_get_sequence_data_parallel_group = _get_data_parallel_group
-_get_sequence_data_parallel_rank = _get_data_parallel_rank
-_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+def no_group() -> Any:
+    raise StateError("there are no sequence- or tensor-parallel groups: every rank is data parallel here")
 
 
 # ---- start ----------------------------------------------------------------------------------------------
@@ -248,7 +197,7 @@ def init_distributed(
     if auto_mpi_discovery:
         _adopt_mpi(os.environ, distributed_port)
     if join(backend=dist_backend, timeout=timeout).group is None:
-        log.info("no launcher: a run of one rank")
+        logger.info("no launcher: a run of one rank")
         dist.init_process_group(dist_backend, store=HashStore(), rank=0, world_size=1, **options)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeroshard.config import parse, resolve_batch
+from zeroshard.config import parse
 
 __all__ = ["DeepSpeedConfig"]
 
@@ -24,15 +24,7 @@ class DeepSpeedConfig:
 
         self._config = parse(config)
         self._param_dict = self._config.raw
-        batch = resolve_batch(
-            self._config.train_batch_size,
-            self._config.train_micro_batch_size_per_gpu,
-            self._config.gradient_accumulation_steps,
-            get_world_size(),
-            "torch.distributed",
-            source=self._config.source,
-            allow_unset=True,
-        )
+        batch = self._config.batch_on(get_world_size(), "torch.distributed")
         self.train_batch_size = batch.train_batch_size
         self.train_micro_batch_size_per_gpu = batch.micro_batch_size
         self.gradient_accumulation_steps = batch.accumulation_steps

@@ -21,13 +21,14 @@ from zeroshard.compat.client_state import without_objects
 from zeroshard.compat.comm import get_local_rank, get_world_size, init_distributed
 from zeroshard.compat.messages import log_dist
 from zeroshard.compat.parameters import mark, unmark
-from zeroshard.config import Config, read_config
+from zeroshard.config import read_config
+from zeroshard.config.keys import value_at
 from zeroshard.config.scalars import plain
 from zeroshard.engine import Engine
 from zeroshard.errors import NotYetError, StateError
-from zeroshard.mixed_precision import DTYPES
+from zeroshard.full_state import drop_frozen
 from zeroshard.monitor import Monitor
-from zeroshard.precision import dtype_of
+from zeroshard.precision import DTYPES
 
 __all__ = ["DeepSpeedEngine", "initialize"]
 
@@ -229,9 +230,7 @@ class DeepSpeedEngine(Engine):
         """The whole state dict, on the CPU, on rank 0; None elsewhere. All ranks call it."""
         state = self.full_state_dict()
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    state.pop(name, None)
+            drop_frozen(state, self.module)
         return state if self._states.rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -264,11 +263,11 @@ class DeepSpeedEngine(Engine):
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         name = self._config.torch_autocast.dtype
-        return None if name is None else dtype_of(DTYPES[name])
+        return None if name is None else DTYPES[name]
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        return dtype_of(DTYPES[self._config.reduce_dtype])
+        return DTYPES[self._config.reduce_dtype]
 
     def initial_dynamic_scale(self) -> float:
         return float(2**self._config.fp16.initial_scale_power)
@@ -286,7 +285,7 @@ class DeepSpeedEngine(Engine):
     def __getattr__(self, name: str) -> Any:
         """DeepSpeed's getters of single keys: `zero_<key>()` and the names of `_SETTINGS`."""
         if name in _SETTINGS:
-            return lambda: _value_at(self._config, _SETTINGS[name])
+            return lambda: value_at(self._config, _SETTINGS[name])
         if name.startswith("zero_"):
             section, key = self._config.zero_optimization, name.removeprefix("zero_")
             for spelling in (key, f"stage3_{key}"):
@@ -324,13 +323,6 @@ _SETTINGS = {
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
 }
-
-
-def _value_at(config: Config, path: str) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 _ZERO_TO_FP32 = '''#!/usr/bin/env python

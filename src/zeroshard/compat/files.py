@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.checkpoint.export import export, parse_size, read_weights
 from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.plain import check_known
-from zeroshard.console import run_command
+from zeroshard.console import command_line, guarded
 
 __all__ = [
     "clone_tensors_for_torch_save",
@@ -141,7 +141,8 @@ def _zero_to_fp32(
 
 def main() -> int:
     """`zero_to_fp32.py`: exit status 1 and one line when it fails."""
-    return run_command(_zero_to_fp32, "zero_to_fp32.py", sys.argv[1:])
+    name = "zero_to_fp32.py"
+    return guarded(lambda: command_line(_zero_to_fp32, name)(sys.argv[1:]), name)
 
 
 def universal_main() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ABSENT", "ABSENT_NAMES", "COMMANDS", "MODULES"]
+__all__ = ["ABSENT", "ABSENT_NAMES", "COLLECTIVES", "COMMANDS", "MODULES"]
 
 
 def _at(home: str, *names: str, **renamed: str) -> dict[str, str]:
@@ -19,6 +19,29 @@ def _modules(**homes: str) -> dict[str, str]:
     """Names that are modules of the stand-in."""
     return {name: f"deepspeed.{path}" for name, path in homes.items()}
 
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+"""Functions of torch.distributed that take arguments for DeepSpeed's logger as well (`compat.comm`)."""
 
 _ENGINE = "zeroshard.compat.engine"
 _COMM = "zeroshard.compat.comm"
@@ -79,31 +102,28 @@ _ZERO_TO_FP32 = _at(
     "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
 )
+_ALL_RANKS = {"group": "get_world_group", "rank": "get_rank", "world_size": "get_world_size"}
+_ONE_RANK = {"group": "no_group", "rank": "rank_alone", "world_size": "size_alone"}
 _GROUPS = _at(
     _COMM,
-    "_get_broadcast_src_rank",
-    "_get_data_parallel_group",
-    "_get_data_parallel_rank",
-    "_get_data_parallel_world_size",
-    "_get_model_parallel_world_size",
-    "_get_sequence_data_parallel_group",
-    "_get_sequence_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size",
-    "_get_sequence_parallel_group",
-    "_get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size",
-    get_data_parallel_group="_get_data_parallel_group",
-    get_data_parallel_rank="_get_data_parallel_rank",
-    get_data_parallel_world_size="_get_data_parallel_world_size",
-    get_model_parallel_group="_get_sequence_parallel_group",
-    get_model_parallel_rank="_get_sequence_parallel_rank",
-    get_model_parallel_world_size="_get_model_parallel_world_size",
-    get_tensor_model_parallel_group="_get_sequence_parallel_group",
-    get_tensor_model_parallel_rank="_get_sequence_parallel_rank",
-    get_tensor_model_parallel_world_size="_get_model_parallel_world_size",
+    _get_broadcast_src_rank="rank_alone",
+    _get_model_parallel_world_size="size_alone",
+    **{
+        f"{getter}_parallel_{what}": there
+        for getter, answers in (
+            ("_get_data", _ALL_RANKS),
+            ("_get_sequence_data", _ALL_RANKS),
+            ("_get_sequence", _ONE_RANK),
+            ("get_data", _ALL_RANKS),
+            ("get_model", _ONE_RANK),
+            ("get_tensor_model", _ONE_RANK),
+        )
+        for what, there in answers.items()
+    },
 )
 _ADAM = _at(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 _LION = _at(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion")
+_ENVIRONMENT_FILE = _at("zeroshard.launch.forwarding", DEEPSPEED_ENVIRONMENT_NAME="ENVIRONMENT_FILE")
 _UTILS = {
     **_LOGGING,
     **_TENSORS,
@@ -138,24 +158,20 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "deepspeed.comm": {
         **_at("zeroshard.comm", "log_summary", "reset_log", has_comm_data="has_log"),
         **_at(
-            _COMM,
+            "torch.distributed",
             "ProcessGroup",
             "ReduceOp",
-            "all_gather",
-            "all_gather_coalesced",
-            "all_gather_into_tensor",
-            "all_gather_object",
-            "all_reduce",
-            "all_reduce_coalesced",
-            "all_to_all",
-            "all_to_all_single",
-            "allgather_fn",
-            "barrier",
-            "broadcast",
-            "broadcast_object_list",
-            "configure",
             "destroy_process_group",
-            "gather",
+            "is_available",
+            "is_initialized",
+            "new_group",
+        ),
+        **_at(
+            _COMM,
+            *COLLECTIVES,
+            "all_gather_coalesced",
+            "all_reduce_coalesced",
+            "configure",
             "get_all_ranks_from_group",
             "get_comm_operation_count",
             "get_global_rank",
@@ -165,34 +181,24 @@ MODULES: Mapping[str, Mapping[str, str]] = {
             "get_world_group",
             "get_world_size",
             "has_all_gather_into_tensor",
-            "has_all_reduce_coalesced",
-            "has_coalescing_manager",
-            "has_reduce_scatter_tensor",
-            "inference_all_reduce",
             "init_distributed",
             "initialize_mesh_device",
-            "irecv",
-            "is_available",
-            "is_initialized",
-            "isend",
-            "monitored_barrier",
-            "new_group",
-            "recv",
-            "reduce",
-            "reduce_scatter",
-            "reduce_scatter_fn",
-            "reduce_scatter_tensor",
-            "scatter",
-            "send",
+            allgather_fn="all_gather_into_tensor",
+            has_all_reduce_coalesced="has_all_gather_into_tensor",
+            has_coalescing_manager="has_all_gather_into_tensor",
+            has_reduce_scatter_tensor="has_all_gather_into_tensor",
+            inference_all_reduce="all_reduce",
+            reduce_scatter_fn="reduce_scatter_tensor",
         ),
     },
-    "deepspeed.constants": _at(_RUNTIME, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    "deepspeed.constants": _at("zeroshard.launch.plan", TORCH_DISTRIBUTED_DEFAULT_PORT="DEFAULT_PORT"),
     "deepspeed.env_report": _at(
         "zeroshard.launch.deepspeed_commands", cli_main="ds_report", main="ds_report"
     ),
-    "deepspeed.launcher.constants": _at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.launcher.constants": _ENVIRONMENT_FILE,
     "deepspeed.launcher.runner": {
-        **_at(_RUNTIME, "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE"),
+        **_ENVIRONMENT_FILE,
+        **_at("zeroshard.launch.options", DLTS_HOSTFILE="DEFAULT_HOSTFILE"),
         **_at("zeroshard.launch.deepspeed_commands", main="deepspeed"),
     },
     "deepspeed.monitor.monitor": _at(_RUNTIME, "MonitorMaster"),
@@ -225,19 +231,21 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     ),
     "deepspeed.runtime.engine": _at(_ENGINE, "DeepSpeedEngine"),
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
-    "deepspeed.runtime.utils": _at(
-        _RUNTIME,
-        "clip_grad_norm_",
-        "empty_cache",
-        "ensure_directory_exists",
-        "get_global_norm",
-        "memory_status",
-        "move_to_device",
-        "partition_balanced",
-        "partition_uniform",
-        "see_memory_usage",
-        "set_random_seed",
-    ),
+    "deepspeed.runtime.utils": {
+        **_at("zeroshard.tiled_linear", "partition_uniform"),
+        **_at(
+            _RUNTIME,
+            "clip_grad_norm_",
+            "empty_cache",
+            "ensure_directory_exists",
+            "get_global_norm",
+            "memory_status",
+            "move_to_device",
+            "partition_balanced",
+            "see_memory_usage",
+            "set_random_seed",
+        ),
+    },
     "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.runtime.zero": {**_PARTITION, **_TILES, **_at(_PARAMETERS, "unwrap_model_for_generation")},
     "deepspeed.runtime.zero.config": _at(_RUNTIME, "ZeroStageEnum"),

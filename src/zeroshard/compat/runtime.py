@@ -6,7 +6,6 @@ import bisect
 import enum
 import gc
 import inspect
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +19,14 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.compat.accelerator import get_accelerator
 from zeroshard.compat.comm import get_rank
+from zeroshard.compat.messages import logger
 from zeroshard.config import parse
 from zeroshard.errors import StateError
 from zeroshard.guard import has_engine
+from zeroshard.lr_schedules import SCHEDULES
 from zeroshard.monitor import Monitor
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "VALID_LR_SCHEDULES",
     "MonitorMaster",
     "OffloadDeviceEnum",
@@ -45,18 +43,12 @@ __all__ = [
     "memory_status",
     "move_to_device",
     "partition_balanced",
-    "partition_uniform",
     "see_memory_usage",
     "set_random_seed",
 ]
 
-log = logging.getLogger("DeepSpeed")
-
 __git_hash__ = __git_branch__ = "zeroshard"
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-DLTS_HOSTFILE = "/job/hostfile"
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 class ZeroStageEnum(enum.IntEnum):
@@ -128,7 +120,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device = get_accelerator()
     used = (device.total_memory() - device.available_memory()) / 2**30
     allocated, peak = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
-    log.info(
+    logger.info(
         f"{message}: allocated {allocated:.2f} GB (peak {peak:.2f} GB), in use on {device.device_name()} "
         f"{used:.2f} GB of {device.total_memory() / 2**30:.2f} GB"
     )
@@ -173,12 +165,6 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mp
 def get_global_norm(norm_list: Sequence[float]) -> float:
     """The L2 norm of norms."""
     return math.hypot(*norm_list)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of `num_parts` parts: `num_items // num_parts` each, the first ones one more for the rest."""
-    chunk, rest = divmod(num_items, num_parts)
-    return [part * chunk + min(part, rest) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:

@@ -40,6 +40,7 @@ __all__ = [
     "render_keys",
     "switch_of",
     "tree_fields",
+    "value_at",
 ]
 
 TABLE: tuple[Key, ...] = (*CORE_KEYS, *OPTIMIZER_KEYS, *ZERO_KEYS, *LATER_KEYS)
@@ -238,10 +239,11 @@ def switch_of(config: Config, path: str) -> tuple[bool, tuple[Key, ...]]:
     if not switches or any(path in _SWITCHES[prefix] for prefix in prefixes):
         return True, ()
     keys = tuple(BY_PATH[switch] for switch in switches)
-    return any(asks(key, _value(config, key.path), _default(tree_fields()[key.path])) for key in keys), keys
+    return any(asks(key, value_at(config, key.path), _default(tree_fields()[key.path])) for key in keys), keys
 
 
-def _value(config: Config, path: str) -> Any:
+def value_at(config: Config, path: str) -> Any:
+    """The value of the key with this dotted name; None inside of a section that is not there."""
     inner: Any = config
     for part in path.split("."):
         inner = getattr(inner, part, None)

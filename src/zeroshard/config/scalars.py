@@ -90,14 +90,14 @@ def _bounded(number: int | float, low: float | None, high: float | None, *, abov
         raise Problem(f"must be at most {high}", f"lower it to at most {high}, or remove the key")
 
 
-def integer(low: int | None = None, high: int | None = None) -> Callable[[Any], int]:
-    """A check: the value as an int (5e8 is one), or `Problem`. Both bounds are allowed values."""
+def integer(low: int | None = None) -> Callable[[Any], int]:
+    """A check: the value as an int (5e8 is one), or `Problem`. `low` is allowed."""
 
     def validate(value: Any) -> int:
         number = _number(value)
         if number != int(number):
             raise Problem("must be a whole number", f"write {round(number)}")
-        _bounded(number, low, high)
+        _bounded(number, low, None)
         return int(number)
 
     return validate

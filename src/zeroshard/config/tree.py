@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr
 
 from zeroshard.config import sections
+from zeroshard.config.batch import BatchPlan, resolve_batch
 from zeroshard.config.scalars import (
     Bool,
     DType,
@@ -197,6 +198,18 @@ class Config(Section):
         """A new plain dict of what the user gave, spelt as given, with each "auto" resolved."""
         copy: dict[str, Any] = plain(self._raw)
         return copy
+
+    def batch_on(self, world: int, world_origin: str) -> BatchPlan:
+        """The batch sizes on `world` ranks; see `resolve_batch`. They may be left to the script."""
+        return resolve_batch(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            world,
+            world_origin,
+            source=self.source,
+            allow_unset=True,
+        )
 
     @property
     def compute_dtype(self) -> DTypeName:

@@ -17,7 +17,7 @@ import typer
 import zeroshard
 from zeroshard.console import guarded
 
-__all__ = ["app", "deepspeed_command", "ds_ssh", "main"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="zeroshard",
@@ -120,21 +120,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(
         lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
     )
-
-
-def deepspeed_command(argv: Sequence[str] | None = None) -> int:
-    """What the command `deepspeed` does: `zeroshard run`, with that command's defaults.
-
-    Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
-    """
-    from zeroshard.launch.command import run
-
-    words = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
-
-
-def ds_ssh(argv: Sequence[str] | None = None) -> int:
-    """What the command `ds_ssh` does: `[-f HOSTFILE] command...` on every host of the hostfile, at once."""
-    from zeroshard.launch.everywhere import run_everywhere
-
-    return guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv), "ds_ssh")

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-
 
 def run(words: Sequence[str], **defaults: object) -> int:
     """Run one command line of `zeroshard run`; returns the exit status for the shell.
@@ -180,10 +178,11 @@ def _slots_here(
     import torch
 
     from zeroshard.launch.runner import accelerators_here
+    from zeroshard.world import VISIBLE_DEVICES
 
     count = accelerators_here()
     kind = torch.accelerator.current_accelerator()
-    name = _VISIBLE.get("cuda" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
+    name = VISIBLE_DEVICES.get("cuda" if kind is None else kind.type, VISIBLE_DEVICES["cuda"])
     hidden = environ.get(name, "") in ("", "-1")
     if count == 0 and not hidden and torch.version.cuda is not None:
         raise LaunchError(f"{name}={environ[name]} names no device that can be seen here")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+
+from zeroshard.console import guarded
 
 __all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh"]
 
 
-def deepspeed() -> int:
-    """`deepspeed script.py`: `zeroshard run --as-deepspeed` with the original's defaults."""
-    from zeroshard.launch.cli import deepspeed_command
+def deepspeed(argv: Sequence[str] | None = None) -> int:
+    """`deepspeed script.py`: `zeroshard run`, with that command's defaults.
 
-    return deepspeed_command()
+    Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
+    """
+    from zeroshard.launch.command import run
+
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
 
 
-def ds_ssh() -> int:
-    """`ds_ssh -f hostfile command`: the command on all hosts."""
-    from zeroshard.launch.cli import ds_ssh as command
+def ds_ssh(argv: Sequence[str] | None = None) -> int:
+    """`ds_ssh [-f HOSTFILE] command...`: the command on every host of the hostfile, at once."""
+    from zeroshard.launch.everywhere import run_everywhere
 
-    return command()
+    return guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv), "ds_ssh")
 
 
 def ds_report() -> int:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.hosts import parse_hostfile
 from zeroshard.launch.messages import show_from
 from zeroshard.launch.options import DEFAULT_HOSTFILE
+from zeroshard.launch.plan import read_hostfile
 from zeroshard.launch.remote import Job, Start, require_program, ssh_words
 from zeroshard.launch.sessions import run_starts
 
@@ -35,7 +35,7 @@ def run_everywhere(words: Sequence[str]) -> int:
     file = Path(given.hostfile)
     if not file.is_file():
         raise LaunchError(f"there is no hostfile {given.hostfile!r}; name one with -f")
-    hosts = parse_hostfile(file.read_text(), str(file))
+    hosts = read_hostfile(file)
     require_program("ssh")
     line = command[0] if len(command) == 1 else shlex.join(command)
     job = Job((), os.getcwd(), {})

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from zeroshard.errors import LaunchError
 
-__all__ = ["FORWARDED_PREFIXES", "forwarded_environment", "read_environment_file"]
+__all__ = ["ENVIRONMENT_FILE", "FORWARDED_PREFIXES", "forwarded_environment", "read_environment_file"]
 
 # What `env` takes; accelerate writes the whole environment into the file, and not all of it was made by a shell.
 _NAME = re.compile(r"[^\W\d][^\s=\"']*")
+ENVIRONMENT_FILE = ".deepspeed_env"
 FORWARDED_PREFIXES = ("GLOO", "MLFLOW", "MV2", "NCCL", "OMP", "PYTHON", "TORCH", "UCX", "ZEROSHARD")
 
 
@@ -22,7 +23,7 @@ def forwarded_environment(environ: Mapping[str, str], home: Path, here: Path) ->
     The file is `.deepspeed_env`, or what DS_ENV_FILE names. PYTHONPATH is kept, with `here` in front of it.
     """
     chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
-    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    name = environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
     for file in dict.fromkeys((home / name, here / name)):
         if file.is_file():
             chosen |= read_environment_file(file)

@@ -8,9 +8,10 @@ since ranks are numbered along it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from zeroshard.errors import LaunchError
+from zeroshard.wording import first_few
 
 __all__ = [
     "Hosts",
@@ -73,7 +74,7 @@ def select_hosts(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     else:
         chosen = dict(hosts)
     if not chosen:
-        raise LaunchError(f"--exclude {exclude!r} leaves no slot of {_names(hosts)}")
+        raise LaunchError(f"--exclude {exclude!r} leaves no slot of {first_few(hosts, 8)}")
     return chosen
 
 
@@ -88,7 +89,7 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> Hosts:
                 f"{option} {text!r}: a host is missing; a node is host[:slot[,slot...]], joined by '@'"
             )
         if host not in hosts:
-            raise LaunchError(f"{option} {text!r}: no host {host!r} among {_names(hosts)}")
+            raise LaunchError(f"{option} {text!r}: no host {host!r} among {first_few(hosts, 8)}")
         if host in named:
             raise LaunchError(f"{option} {text!r}: host {host!r} is there twice; list its slots in one place")
         named[host] = hosts[host]
@@ -115,17 +116,12 @@ def parse_numbers(text: str, source: str) -> tuple[int, ...]:
 def first_hosts(hosts: Hosts, nodes: int | None, slots: int | None) -> Hosts:
     """The first `nodes` hosts, of each its first `slots` slots; None is all."""
     if nodes is not None and nodes > len(hosts):
-        raise LaunchError(f"--num_nodes {nodes}: there are {len(hosts)} hosts, {_names(hosts)}")
+        raise LaunchError(f"--num_nodes {nodes}: there are {len(hosts)} hosts, {first_few(hosts, 8)}")
     first = dict(list(hosts.items())[:nodes])
     for host, there in first.items():
         if slots is not None and slots > len(there):
             raise LaunchError(f"--num_gpus {slots}: host {host!r} has {len(there)} slots")
     return {host: there[:slots] for host, there in first.items()}
-
-
-def _names(hosts: Iterable[str]) -> str:
-    names = list(hosts)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def visible_devices(slots: tuple[int, ...], environ: Mapping[str, str], name: str, count: int) -> str | None:

@@ -31,6 +31,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from zeroshard.console import command_line
 from zeroshard.testing import FP32_TOLERANCE, RankPool, measure_parity
 from zeroshard.testing.loops import LOOPS
 from zeroshard.testing.models import smollm2, smollm2_batch, smollm2_folder, tiny, tiny_batch
@@ -159,17 +160,6 @@ SUBJECTS = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters: in "
-        "every precision, with every optimizer, in every way to write the loop. Exit status 1 when one differs "
-        "beyond tolerance."
-    )(check)
-    return int(app(list(arguments), prog_name="zeroshard check", standalone_mode=False) or 0)
-
-
 def check(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SUBJECTS)}.")] = "tiny",
     steps: Annotated[
@@ -182,7 +172,8 @@ def check(
     ] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="Print the names of the rows.")] = False,
 ) -> int:
-    """Compare and print one line per row, with the difference at each stage."""
+    """Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters: in every
+    precision, with every optimizer, in every way to write the loop. Exit status 1 when one differs too much."""
     if model not in SUBJECTS:
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(SUBJECTS)}", param_hint="--model")
     subject = SUBJECTS[model]
@@ -218,6 +209,9 @@ def check(
     if left_out:
         console.print(f"left out, with {ranks} ranks: " + "; ".join(row.title for row in left_out))
     return 1 if failed else 0
+
+
+main = command_line(check, "zeroshard check")
 
 
 def _chosen(rows: tuple[Row, ...], only: str | None) -> tuple[Row, ...]:

@@ -17,16 +17,17 @@ import typer
 from torch import nn
 
 from zeroshard.config import read_config
+from zeroshard.console import command_line
 from zeroshard.memory import CATEGORIES, MemoryBill
 from zeroshard.planner import estimators
 from zeroshard.planner.rehearsal import rehearse
 from zeroshard.planner.subjects import factory_of, layers_of
+from zeroshard.precision import DTYPES
 
 __all__ = ["Estimate", "estimate", "main"]
 
 STAGES = (0, 1, 2, 3)
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_DTYPES = ("fp32", "bf16", "fp16")
 _MOST_PARAMETERS = 10**17
 """Of which torch can still number the bytes, optimizer state and all."""
 _NOT_YET = "zeroshard does not offload yet"
@@ -64,16 +65,6 @@ class Estimate:
     @property
     def total(self) -> int:
         return self.bill.total + self.module_buffers
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with "
-        "DeepSpeed's estimates beside it. Activations are not included. Nothing is allocated."
-    )(_command)
-    return int(app(list(arguments), prog_name="zeroshard estimate", standalone_mode=False) or 0)
 
 
 def estimate(build: Callable[[], nn.Module], raw: Mapping[str, Any], ranks: int) -> Estimate:
@@ -136,8 +127,10 @@ def _command(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON, in bytes.")] = False,
 ) -> int:
-    if dtype is not None and dtype not in _DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
+    """Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with DeepSpeed's
+    estimates beside it. Activations are not included. Nothing is allocated."""
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     build = _subject(model, params, largest_layer)
     raw, wished = _settings(config, dtype)
     stages = stage or ([raw["zero_optimization"].get("stage", 0)] if config is not None else STAGES)
@@ -148,6 +141,9 @@ def _command(
     else:
         print("\n".join(_as_text(name, rows, ranks, nodes, wished)))
     return 0
+
+
+main = command_line(_command, "zeroshard estimate")
 
 
 def _subject(model: str | None, params: str | None, largest: str | None) -> Callable[[], nn.Module]:

@@ -7,7 +7,7 @@ tensors that have no memory; what it planned is printed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -15,19 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from zeroshard.console import command_line
 from zeroshard.engine import Engine
 from zeroshard.planner.rehearsal import rehearse
 from zeroshard.planner.timeline import LEGEND, timeline
 from zeroshard.testing.models import tiny, tiny_batch
 
 __all__ = ["explain", "main", "planned_engine"]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help="Show the planned schedule of the tiny model as a time line of what is live.")(explain)
-    return int(app(list(arguments), prog_name="zeroshard explain", standalone_mode=False) or 0)
 
 
 def explain(
@@ -40,7 +34,7 @@ def explain(
     mics: Annotated[int, typer.Option(min=-1, help="mics_shard_size.")] = -1,
     hpz: Annotated[int, typer.Option(min=0, help="zero_hpz_partition_size.")] = 1,
 ) -> int:
-    """Plan two steps of the tiny model and print the schedule of the second."""
+    """Show the planned schedule of the tiny model as a time line of what is live."""
     zero = {
         "stage": stage,
         "stage3_param_persistence_threshold": persistence,
@@ -65,6 +59,9 @@ def explain(
         else:
             console.print("\nNothing is gathered or freed in a step: all parameters are resident.")
     return 0
+
+
+main = command_line(explain, "zeroshard explain")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.assembly import build_engine, policy_of
 from zeroshard.comm import FakeCollectives
-from zeroshard.config import parse, require_supported, resolve_batch
+from zeroshard.config import parse, require_supported
 from zeroshard.engine import Engine
 from zeroshard.initialization import facts_of
 from zeroshard.materialize import Groups
@@ -40,15 +40,7 @@ def rehearse(
         model = build()
         config = parse(raw, facts=replace(facts_of(model, None, world), **assumed))
         require_supported(config)
-        batch = resolve_batch(
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
-            ranks,
-            world.size_origin,
-            source=config.source,
-            allow_unset=True,
-        )
+        batch = config.batch_on(ranks, world.size_origin)
         policy = policy_of(config, batch, ranks)
         sharded = FakeCollectives(0, policy.shard_size)
         second = FakeCollectives(0, policy.secondary_size) if policy.secondary_size > 1 else None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError
+from zeroshard.wording import in_one_line
 
 __all__ = ["factory_of", "layers_of"]
 
@@ -41,8 +42,7 @@ def _named(spec: str, build: Callable[[], Any]) -> Callable[[], nn.Module]:
         try:
             model = build()
         except Exception as error:  # whatever the code of others raises
-            text = " ".join(str(error).split())
-            raise ModelError(f"{spec}: the model cannot be built: {type(error).__name__}: {text}") from error
+            raise ModelError(f"{spec}: the model cannot be built: {in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise ModelError(f"{spec}: it gave {type(model).__name__}, not a torch.nn.Module")
         return model
@@ -55,10 +55,7 @@ def _imported(module: str, name: str) -> Callable[[], Any]:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise ModelError(
-            f"{module}:{name}: importing {module!r} raised {type(error).__name__}: {text}"
-        ) from error
+        raise ModelError(f"{module}:{name}: importing {module!r} raised {in_one_line(error)}") from error
     finally:
         sys.path.remove("")
     build = getattr(found, name, None)

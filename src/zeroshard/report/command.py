@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroshard.console import command_line
 from zeroshard.report import machine, software
+from zeroshard.wording import in_one_line
 
 __all__ = ["collect", "main"]
 
@@ -29,21 +31,16 @@ PROBES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help="Print versions, devices, backends, fast paths, memory and limits of this machine.")(
-        _command
-    )
-    return int(app(list(arguments), prog_name="zeroshard report", standalone_mode=False) or 0)
-
-
 def _command(
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON; sizes in bytes.")] = False,
 ) -> int:
+    """Print versions, devices, backends, fast paths, memory and limits of this machine."""
     told = collect()
     print(json.dumps(told, indent=2) if as_json else "\n".join(_as_text(told)))
     return 0
+
+
+main = command_line(_command, "zeroshard report")
 
 
 def collect() -> dict[str, Any]:
@@ -69,8 +66,7 @@ def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return question(), ""
     except Exception as error:  # a machine that lacks something is what a report is for
-        text = " ".join(str(error).split())
-        return None, f"{type(error).__name__}: {text}"
+        return None, in_one_line(error)
 
 
 def _as_text(told: Mapping[str, Any]) -> list[str]:

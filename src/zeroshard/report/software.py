@@ -75,9 +75,9 @@ def _nccl_version() -> str | None:
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
-def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def _driver_version() -> str | None:
     try:
-        found = re.search(r"Module(?: for \S+)?\s+([\d.]+)", file.read_text())
+        found = re.search(r"Module(?: for \S+)?\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return None
     return found.group(1) if found else None

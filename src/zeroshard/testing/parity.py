@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.config import parse, resolve_batch
+from zeroshard.config import parse
 from zeroshard.testing.loops import LOOPS, Window
 from zeroshard.testing.ranks import RankPool
 from zeroshard.testing.reference import (
@@ -143,14 +143,7 @@ def _compare(
     loop: str,
 ) -> Difference:
     known = parse(config)
-    batch = resolve_batch(
-        known.train_batch_size,
-        known.train_micro_batch_size_per_gpu,
-        known.gradient_accumulation_steps,
-        world,
-        "the ranks of this comparison",
-        allow_unset=True,
-    )
+    batch = known.batch_on(world, "the ranks of this comparison")
     if optimizer_fn is None and known.optimizer.type is None:
         optimizer_fn = _adamw
     training = Training(

@@ -19,6 +19,7 @@ from zeroshard.checkpoint.deepspeed.universal import check_order, missing_steps,
 from zeroshard.checkpoint.deepspeed.values import Value, add_aliases, add_steps
 from zeroshard.checkpoint.deepspeed.whole import Order, module_values, optimizer_values, shared_names
 from zeroshard.errors import CheckpointError
+from zeroshard.wording import in_one_line
 
 __all__ = ["Contents", "read_contents"]
 
@@ -69,7 +70,7 @@ def read_contents(directory: Path, *, with_optimizer: bool, order: Order | None)
         return _whole(files, with_optimizer, order)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{directory} is not laid out as DeepSpeed 0.7 to 0.19 does it ({type(error).__name__}: {error}). If "
+            f"{directory} is not laid out as DeepSpeed 0.7 to 0.19 does it ({in_one_line(error)}). If "
             f"another release wrote it, {CONVERT}, there."
         ) from error
 
