@@ -207,9 +207,10 @@ def test_what_had_to_be_killed_is_named(
 
 
 # The force that ends it at last comes after seconds, which are nothing on a machine under load. It is for "stuck"
-# alone, where the main thread is in C and never comes back.
+# alone: there the main thread never answers a signal, as in C that does not come back. Signals are blocked for
+# that, since a main thread that is only about to enter C would still answer.
 LIFELINE = """
-import ctypes, os, signal, sys, time
+import os, signal, sys, time
 from zeroshard.launch import lifeline, processes
 state, beats = sys.argv[1:]
 lifeline._SILENCE_SECONDS = 2.0
@@ -220,12 +221,10 @@ if state != "no ranks":
         sys.exit(9)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+if state == "stuck":
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 lifeline.hold_lifeline(beats=beats == "beats")
 assert os.read(0, 1) == b""  # the ranks read nothing there
-if state == "stuck":
-    mutex = ctypes.create_string_buffer(128)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
 for _ in range(300):
     time.sleep(0.1)  # as torchrun, which looks after its ranks
 """
