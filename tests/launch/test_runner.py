@@ -58,16 +58,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")
-    # An orphan that nobody has waited for yet is dead all the same.
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
 def rank_pids(folder: Path) -> list[int]:
     texts = (path.read_text() for path in sorted(folder.glob("pid?")))
     return [int(text) for text in texts if text]  # a file may be there before its text is
@@ -109,7 +99,12 @@ def test_module_default_size_and_the_users_threads(zeroshard: Launch, tmp_path: 
     ],
 )
 def test_a_rank_that_dies_stops_the_others(
-    zeroshard: Launch, tmp_path: Path, ending: str, status: int, told: str
+    zeroshard: Launch,
+    tmp_path: Path,
+    is_running: Callable[[int], bool],
+    ending: str,
+    status: int,
+    told: str,
 ) -> None:
     result = zeroshard("run", "--nproc", "3", write(tmp_path, RANK_1_ENDS.format(ending=ending)))
     assert result.returncode == status
@@ -127,11 +122,13 @@ STUBBORN = """signal.signal(signal.SIGINT, lambda *_: None)
     pathlib.Path("deaf").touch()"""
 
 
-def stop_once(launcher: subprocess.Popen[str], folder: Path) -> None:
+def stop_once(launcher: subprocess.Popen[str], folder: Path, is_running: Callable[[int], bool]) -> None:
     launcher.send_signal(signal.SIGINT)
 
 
-def stop_until_it_gives_up(launcher: subprocess.Popen[str], folder: Path) -> None:
+def stop_until_it_gives_up(
+    launcher: subprocess.Popen[str], folder: Path, is_running: Callable[[int], bool]
+) -> None:
     wait_until((folder / "deaf").exists, "rank 1 is deaf")
     launcher.send_signal(signal.SIGINT)
     wait_until(lambda: not is_running(rank_pids(folder)[0]), "rank 0 has stopped")
@@ -149,21 +146,22 @@ def stop_until_it_gives_up(launcher: subprocess.Popen[str], folder: Path) -> Non
 def test_ctrl_c_leaves_no_process(
     tmp_path: Path,
     clean_environment: dict[str, str],
+    is_running: Callable[[int], bool],
     ending: str,
-    stop: Callable[[subprocess.Popen[str], Path], None],
+    stop: Callable[[subprocess.Popen[str], Path, Callable[[int], bool]], None],
 ) -> None:
     script = write(tmp_path, RANK_1_ENDS.format(ending=ending))
     launcher = subprocess.Popen(
         [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", script],
         cwd=tmp_path,
-        env=clean_environment,
+        env=clean_environment | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},  # only a third press kills
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         wait_until(lambda: len(rank_pids(tmp_path)) == 2, "two ranks are up")
         pids = rank_pids(tmp_path)
-        stop(launcher, tmp_path)
+        stop(launcher, tmp_path, is_running)
         _, told = launcher.communicate(timeout=LIMIT_SECONDS)
         assert launcher.returncode == 128 + signal.SIGINT
         assert told.splitlines()[-1] == "zeroshard: stopped by SIGINT; all ranks have ended"
@@ -179,9 +177,9 @@ def test_ctrl_c_leaves_no_process(
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent that has ended is noticed on Linux")
 def test_a_rank_whose_agent_has_gone_before_it_started_ends() -> None:
     words = [*child.start_through_child("SIGTERM"), "sh", "-c", "exit 5"]
-    assert subprocess.run(words, timeout=10, check=False).returncode == 5
+    assert subprocess.run(words, timeout=LIMIT_SECONDS, check=False).returncode == 5
     words[words.index(str(os.getpid()))] = "1"
-    assert subprocess.run(words, timeout=10, check=False).returncode == -signal.SIGTERM
+    assert subprocess.run(words, timeout=LIMIT_SECONDS, check=False).returncode == -signal.SIGTERM
 
 
 def test_a_program_that_cannot_start_is_one_line(zeroshard: Launch, tmp_path: Path) -> None:
