@@ -297,7 +297,7 @@ def test_pdsh(network: Network, tmp_path: Path, environment: dict[str, str]) -> 
         f"{network.addresses[1]}@{network.addresses[0]}:1",
     )
     command = network.command(*words, *network.hostfile(tmp_path, 2, 1), "script.py", "%n $HOME 'x'")
-    command[command.index("--launcher_args") + 1] = "-u 60"
+    command[command.index("--launcher_args") + 1] = f"-u {LIMIT_SECONDS - 10}"
     ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {network.folder / 'ssh_config'}"}
     done = run(command, tmp_path, environment | ssh)
     first, second = network.addresses
