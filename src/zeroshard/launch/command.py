@@ -196,7 +196,7 @@ def _slots_here(
     count = accelerators_here()
     kind = torch.accelerator.current_accelerator()
     name = _VISIBLE.get("cuda" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
-    hidden = environ.get(name, "") in ("", "-1")
+    hidden = environ.get(name, "").strip() in ("", "-1", "NoDevFiles")  # the last one is SLURM's
     if count == 0 and not hidden and torch.version.cuda is not None:
         raise LaunchError(f"{name}={environ[name]} names no device that can be seen here")
     if options.slots is not None:

@@ -35,7 +35,7 @@ def run_everywhere(words: Sequence[str]) -> int:
     file = Path(given.hostfile)
     if not file.is_file():
         raise LaunchError(f"there is no hostfile {given.hostfile!r}; name one with -f")
-    hosts = parse_hostfile(file.read_text(), str(file))
+    hosts = parse_hostfile(file.read_text(encoding="utf-8-sig"), str(file))
     require_program("ssh")
     line = command[0] if len(command) == 1 else shlex.join(command)
     job = Job((), os.getcwd(), {})

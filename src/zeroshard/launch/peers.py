@@ -22,9 +22,7 @@ __all__ = ["Peers"]
 
 _KEY = "zeroshard/failed"
 _POLL_SECONDS = 0.5
-_SECONDS_TO_CONNECT = (
-    60.0  # ranks may fail before the store is found: clients try ever more seldom
-)
+_SECONDS_TO_CONNECT = 60.0  # ranks may fail before the store is found: clients try ever more seldom
 _SECONDS_TO_READ = 2.0  # the store goes with the first host: the others have to see the key before
 _SECONDS_TO_FINISH = 10.0  # a store that has gone is how a job ends, too
 _SECONDS_TO_MEET = 900

@@ -54,7 +54,7 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
     named = Path(options.hostfile) if options.hostfile else None
     if named is not None and named.exists():
         try:
-            pool = parse_hostfile(named.read_text(), str(named))
+            pool = parse_hostfile(named.read_text(encoding="utf-8-sig"), str(named))
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(f"--hostfile {named} cannot be read: {error}") from None
     elif _in_allocation(environ):
