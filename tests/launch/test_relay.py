@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -117,35 +116,29 @@ def test_a_full_pipe_that_does_not_block_loses_nothing() -> None:
     os.close(stdout)
 
 
-@pytest.fixture
-def output(capfd: pytest.CaptureFixture[str]) -> Iterator[RankOutput]:
-    """With the ends of its pipes that torch keeps open for as long as it remembers the ranks."""
-    made = RankOutput(None)
-    rank = {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    destination = made.reify({0: rank})
+def rank() -> dict[str, str]:
+    return {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+def test_output_is_finished_though_torch_holds_it_open(capfd: pytest.CaptureFixture[str]) -> None:
+    output = RankOutput(None)
+    destination = output.reify({0: rank()})
     with open(destination.stdouts[0], "w") as stdout, open(destination.stderrs[0], "w") as stderr:
         print("to be", file=stdout, flush=True)
         print("oh", file=stderr, flush=True)
-        yield made
-
-
-def test_output_is_finished_though_torch_holds_it_open(
-    output: RankOutput, capfd: pytest.CaptureFixture[str]
-) -> None:
-    finishing = threading.Thread(target=output.finish, daemon=True)
-    finishing.start()
-    finishing.join(LIMIT_SECONDS)
-    assert not finishing.is_alive()
+        finishing = threading.Thread(target=output.finish, daemon=True)
+        finishing.start()
+        finishing.join(LIMIT_SECONDS)
+        assert not finishing.is_alive()
     assert capfd.readouterr() == ("to be\n", "oh\n")
     assert output.last_lines(0) == ("oh",)
 
 
 def test_no_file_stays_open_when_ranks_are_started_again(tmp_path: os.PathLike[str]) -> None:
     made = RankOutput(str(tmp_path))
-    rank = {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 
     def open_files() -> int:
-        made.reify({0: dict(rank)})
+        made.reify({0: rank()})
         return len(os.listdir("/dev/fd"))
 
     assert open_files() == open_files() == open_files()
