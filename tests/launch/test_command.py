@@ -276,3 +276,35 @@ def test_ranks_die_with_a_launcher_that_is_killed(
             pytest.fail("the rank goes on")
         time.sleep(0.02)
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_closed_standard_streams_are_not_taken_for_other_files(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from zeroshard.launch.command import _open_standard_streams; _open_standard_streams(); "
+        "sys.exit(os.open('x', os.O_CREAT))"
+    )
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code]
+    assert subprocess.run(words, cwd=tmp_path, timeout=LIMIT_SECONDS, check=False).returncode > 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "option", "told"), [("slurm", "-q", 0), ("openmpi", "", 1), ("mpich", "", 1)]
+)
+def test_who_cannot_be_asked_first_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: str,
+    option: str,
+    told: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "require_program", lambda launcher: None)
+    monkeypatch.setattr(command, "run_starts", lambda *given: 0)
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "t.py").touch()
+    words = [*filter(None, [option]), "-H", "hosts", "--launcher", launcher, "t.py"]
+    assert command.run(words) == 0
+    assert capsys.readouterr().err.count(f"--launcher {launcher}: hosts are not asked first") == told
+    assert command.run(["--no_ssh_check", *words]) == 0
+    assert "asked" not in capsys.readouterr().err

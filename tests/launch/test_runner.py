@@ -15,7 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from zeroshard.launch import child, runner
-from zeroshard.launch.failures import describe_failure, exit_status
+from zeroshard.launch.failures import (
+    RECORD_PREFIX,
+    Failure,
+    describe_failure,
+    exit_status,
+    read_record,
+    write_record,
+)
 
 LIMIT_SECONDS = 60
 
@@ -182,6 +189,13 @@ def test_a_rank_whose_agent_has_gone_before_it_started_ends() -> None:
     assert subprocess.run(words, timeout=LIMIT_SECONDS, check=False).returncode == -signal.SIGTERM
 
 
+def test_a_program_hears_when_nobody_reads_it_any_more() -> None:
+    """Python ignores SIGPIPE, and what it starts would."""
+    words = [*child.start_through_child("SIGTERM"), "sh", "-c", "yes | head -n 1"]
+    done = subprocess.run(words, capture_output=True, timeout=LIMIT_SECONDS, check=True)
+    assert (done.stdout, done.stderr) == (b"y\n", b"")
+
+
 def test_a_program_that_cannot_start_is_one_line(zeroshard: Launch, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("echo no line that says what runs it\n")
     (tmp_path / "plain").chmod(0o755)
@@ -262,3 +276,9 @@ def test_the_first_failure_is_the_cause() -> None:
     assert describe_failure(failures, 2) == (
         "rank 1 (pid 104) ended with exit code 3 (rank 0 ended with exit code 2 in the same moment)"
     )
+
+
+def test_a_record_has_the_words_of_the_cause_alone() -> None:
+    failures = {0: Failure(1, 1, 5.0, log=("lost it",)), 1: Failure(2, -9, 6.0, log=("so it is",))}
+    read = read_record(write_record(failures).removeprefix(RECORD_PREFIX), "b")
+    assert read == {0: Failure(1, 1, 5.0, "b"), 1: Failure(2, -9, 6.0, "b", ("so it is",))}
