@@ -136,6 +136,28 @@ def test_output_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+def test_who_reads_slowly_gets_all(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom zeroshard.launch.remote import Start\n"
+        "from zeroshard.launch.sessions import run_starts\n"
+        "words = 'sh', '-c', 'yes | head -n 50000; touch done'\n"  # more than one pipe takes, less than two
+        "sys.exit(run_starts([Start('a', words, listens=True)], os.environ, '.'))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not (tmp_path / "done").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        time.sleep(1.5)
+        said, _ = launcher.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert said == b"a: y\n" * 50000
+    assert launcher.returncode == 0
+
+
 def test_nohup_holds() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGHUP))
