@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 120
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -38,3 +38,16 @@ def zeroshard(tmp_path: Path, clean_environment: dict[str, str]) -> Launch:
         )
 
     return launch
+
+
+@pytest.fixture
+def is_running() -> Callable[[int], bool]:
+    """Whether a process has not ended yet; an orphan that nobody has waited for has."""
+
+    def look(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return look

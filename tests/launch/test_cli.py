@@ -31,7 +31,7 @@ def test_starts_without_torch(words: list[str]) -> None:
         [sys.executable, "-X", "importtime", "-m", "zeroshard", *words],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line}

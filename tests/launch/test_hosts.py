@@ -20,7 +20,9 @@ POOL: Hosts = {"worker-2": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3), "10.0.0.7": (
 
 
 def test_a_hostfile_keeps_its_order() -> None:
-    text = "\n# two kinds\nworker-2 slots=4\n  worker-1   slots = 4  # new\n\n10.0.0.7 slots=2"
+    text = (
+        "\n# two kinds\nworker-2 slots=4\n  worker-1   slots = 4  # new\r\n\r\n10.0.0.7 slots=2 max_slots=8"
+    )
     assert list(parse_hostfile(text, "f").items()) == list(POOL.items())
 
 
@@ -35,8 +37,12 @@ def test_a_hostfile_keeps_its_order() -> None:
         ("a slots=-1", "is not of the form"),
         ("a slots=2 b slots=2", "is not of the form"),
         ("-oProxyCommand=x slots=1", "is not of the form"),  # ssh would take it for an option
+        ("a,b slots=1", "is not of the form"),  # pdsh would take it for two
+        ("@a slots=1", "is not of the form"),
+        ("a slots=1000000", "is not of the form"),
         ("a slots=0", "line 1: host 'a' has 0 slots"),
         ("a slots=2\n\na slots=4", "f, line 3: host 'a' is there twice"),
+        ("me@a slots=2\nme@A slots=4", "f, line 2: host 'me@A' is there twice"),
     ],
 )
 def test_a_bad_line_is_named(text: str, told: str) -> None:
@@ -57,6 +63,19 @@ def test_a_bad_line_is_named(text: str, told: str) -> None:
 )
 def test_filters(include: str, exclude: str, chosen: Hosts) -> None:
     assert list(select_hosts(POOL, include, exclude).items()) == list(chosen.items())
+
+
+def test_users_in_a_filter() -> None:
+    pool: Hosts = {"me@a": (0, 1), "b": (0, 1), "you@fd00::1": (0, 1)}
+    assert select_hosts(pool, include="me@a") == {"me@a": (0, 1)}
+    assert select_hosts(pool, include="b:1@you@fd00::1:0@me@a:1") == {
+        "me@a": (1,),
+        "b": (1,),
+        "you@fd00::1": (0,),
+    }
+    assert select_hosts(pool, exclude="me@a:0@b") == {"me@a": (1,), "you@fd00::1": (0, 1)}
+    with pytest.raises(LaunchError, match="no host 'me@c' among me@a, b"):
+        select_hosts(pool, include="me@c")
 
 
 def test_addresses_with_colons_in_a_filter() -> None:

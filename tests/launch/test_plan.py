@@ -41,6 +41,12 @@ def test_hosts(hostfile: str, words: list[str], hosts: dict[str, tuple[int, ...]
     assert choose_hosts(parse_options(["-H", hostfile, *words, "t.py"]), {}) == hosts
 
 
+def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=1\r\nb slots=2\r\n")
+    options = parse_options(["-H", str(tmp_path / "hosts"), "t.py"])
+    assert choose_hosts(options, {}) == {"a": (0,), "b": (0, 1)}
+
+
 def test_more_hosts_than_there_are(hostfile: str) -> None:
     for count in ("4", "4:6"):
         with pytest.raises(LaunchError, match="--num_nodes 4: there are 3 hosts, a, b, c"):

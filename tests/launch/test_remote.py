@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroshard.errors import LaunchError
+from zeroshard.launch import remote
 from zeroshard.launch.hosts import Hosts
 from zeroshard.launch.options import parse_options
 from zeroshard.launch.plan import choose_hosts, choose_launcher, plan_job
@@ -48,17 +51,41 @@ def environment(**more: str) -> str:
     return " ".join(["env", *(f"{name}={value}" for name, value in more.items()), f"PYTHONPATH='{HERE}'"])
 
 
-def test_ssh() -> None:
+RECEIVE = f"/bin/python3 -I -S -c {shlex.quote(remote._RECEIVE)}"
+
+
+def test_ssh_hides_the_environment() -> None:
     first, second = starts("", EQUAL, "ssh", {"NCCL_DEBUG": "INFO"})
     for rank, start in enumerate((first, second)):
         *ssh, line = start.words
         assert shlex.join(ssh) == f"{SSH} {start.host}"
+        assert line == f"cd '{HERE}' && exec {RECEIVE} {on_host(rank, ' --attached=launcher')}"
+        assert start.listens
+        assert json.loads(start.first_line) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": HERE}
+    assert [first.host, second.host] == ["node1", "me@node2"]
+
+
+def test_ssh_as_it_is_shown() -> None:
+    job = replace(plan("", EQUAL, "ssh", {"NCCL_DEBUG": "INFO"}), shown=True)
+    for rank, start in enumerate(build_starts("ssh", job, {})):
         expected = (
             f"cd '{HERE}' && exec {environment(NCCL_DEBUG='INFO')} {on_host(rank, ' --attached=launcher')}"
         )
-        assert line == expected.replace(f"PYTHONPATH='{HERE}'", f"'PYTHONPATH={HERE}'")
-        assert start.listens
-    assert [first.host, second.host] == ["node1", "me@node2"]
+        assert start.words[-1] == expected.replace(f"PYTHONPATH='{HERE}'", f"'PYTHONPATH={HERE}'")
+        assert not start.first_line
+
+
+def test_a_host_takes_its_environment_from_the_first_line_and_leaves_the_rest() -> None:
+    code = "import os; print(os.environ['SECRET'], os.read(0, 99))"
+    words = [sys._base_executable, "-I", "-S", "-c", remote._RECEIVE, sys._base_executable, "-c", code]  # type: ignore[attr-defined]
+    secret = "a 'word'\n\udcff"
+    done = subprocess.run(
+        words,
+        input=json.dumps({"SECRET": secret}).encode() + b"\n\nSIGINT\n",
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == b"a 'word'\n\xff b'\\nSIGINT\\n'\n"
 
 
 def test_the_users_words_for_ssh_come_first_and_the_port_only_if_there_is_one() -> None:
@@ -80,7 +107,7 @@ def test_a_virtual_environment_is_sourced_and_its_python_taken() -> None:
     line = starts("--venv_script 'my env/activate'", EQUAL, "ssh")[0].words[-1]
     assert line.startswith("exec bash -c ")
     script = shlex.split(line)[3]
-    assert script.startswith(f"cd '{HERE}' && source 'my env/activate' && exec env ")
+    assert script.startswith(f"cd '{HERE}' && source 'my env/activate' && exec python -I -S -c ")
     assert " python -m zeroshard run " in script
     here = starts("--venv_script v --master_addr n", {"localhost": (0,), "node2": (0,)}, "ssh")[0]
     assert here.words[:2] == ("bash", "-c")

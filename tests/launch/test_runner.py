@@ -15,7 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from zeroshard.launch import child, runner
-from zeroshard.launch.failures import describe_failure, exit_status
+from zeroshard.launch.failures import (
+    RECORD_PREFIX,
+    Failure,
+    describe_failure,
+    exit_status,
+    read_record,
+    write_record,
+)
 
 LIMIT_SECONDS = 60
 
@@ -56,16 +63,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {LIMIT_SECONDS} s: {what}"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")
-    # An orphan that nobody has waited for yet is dead all the same.
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def rank_pids(folder: Path) -> list[int]:
@@ -109,7 +106,12 @@ def test_module_default_size_and_the_users_threads(zeroshard: Launch, tmp_path: 
     ],
 )
 def test_a_rank_that_dies_stops_the_others(
-    zeroshard: Launch, tmp_path: Path, ending: str, status: int, told: str
+    zeroshard: Launch,
+    tmp_path: Path,
+    is_running: Callable[[int], bool],
+    ending: str,
+    status: int,
+    told: str,
 ) -> None:
     result = zeroshard("run", "--nproc", "3", write(tmp_path, RANK_1_ENDS.format(ending=ending)))
     assert result.returncode == status
@@ -127,11 +129,13 @@ STUBBORN = """signal.signal(signal.SIGINT, lambda *_: None)
     pathlib.Path("deaf").touch()"""
 
 
-def stop_once(launcher: subprocess.Popen[str], folder: Path) -> None:
+def stop_once(launcher: subprocess.Popen[str], folder: Path, is_running: Callable[[int], bool]) -> None:
     launcher.send_signal(signal.SIGINT)
 
 
-def stop_until_it_gives_up(launcher: subprocess.Popen[str], folder: Path) -> None:
+def stop_until_it_gives_up(
+    launcher: subprocess.Popen[str], folder: Path, is_running: Callable[[int], bool]
+) -> None:
     wait_until((folder / "deaf").exists, "rank 1 is deaf")
     launcher.send_signal(signal.SIGINT)
     wait_until(lambda: not is_running(rank_pids(folder)[0]), "rank 0 has stopped")
@@ -149,21 +153,22 @@ def stop_until_it_gives_up(launcher: subprocess.Popen[str], folder: Path) -> Non
 def test_ctrl_c_leaves_no_process(
     tmp_path: Path,
     clean_environment: dict[str, str],
+    is_running: Callable[[int], bool],
     ending: str,
-    stop: Callable[[subprocess.Popen[str], Path], None],
+    stop: Callable[[subprocess.Popen[str], Path, Callable[[int], bool]], None],
 ) -> None:
     script = write(tmp_path, RANK_1_ENDS.format(ending=ending))
     launcher = subprocess.Popen(
         [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", script],
         cwd=tmp_path,
-        env=clean_environment,
+        env=clean_environment | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},  # only a third press kills
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         wait_until(lambda: len(rank_pids(tmp_path)) == 2, "two ranks are up")
         pids = rank_pids(tmp_path)
-        stop(launcher, tmp_path)
+        stop(launcher, tmp_path, is_running)
         _, told = launcher.communicate(timeout=LIMIT_SECONDS)
         assert launcher.returncode == 128 + signal.SIGINT
         assert told.splitlines()[-1] == "zeroshard: stopped by SIGINT; all ranks have ended"
@@ -179,9 +184,16 @@ def test_ctrl_c_leaves_no_process(
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent that has ended is noticed on Linux")
 def test_a_rank_whose_agent_has_gone_before_it_started_ends() -> None:
     words = [*child.start_through_child("SIGTERM"), "sh", "-c", "exit 5"]
-    assert subprocess.run(words, timeout=10, check=False).returncode == 5
+    assert subprocess.run(words, timeout=LIMIT_SECONDS, check=False).returncode == 5
     words[words.index(str(os.getpid()))] = "1"
-    assert subprocess.run(words, timeout=10, check=False).returncode == -signal.SIGTERM
+    assert subprocess.run(words, timeout=LIMIT_SECONDS, check=False).returncode == -signal.SIGTERM
+
+
+def test_a_program_hears_when_nobody_reads_it_any_more() -> None:
+    """Python ignores SIGPIPE, and what it starts would."""
+    words = [*child.start_through_child("SIGTERM"), "sh", "-c", "yes | head -n 1"]
+    done = subprocess.run(words, capture_output=True, timeout=LIMIT_SECONDS, check=True)
+    assert (done.stdout, done.stderr) == (b"y\n", b"")
 
 
 def test_a_program_that_cannot_start_is_one_line(zeroshard: Launch, tmp_path: Path) -> None:
@@ -264,3 +276,9 @@ def test_the_first_failure_is_the_cause() -> None:
     assert describe_failure(failures, 2) == (
         "rank 1 (pid 104) ended with exit code 3 (rank 0 ended with exit code 2 in the same moment)"
     )
+
+
+def test_a_record_has_the_words_of_the_cause_alone() -> None:
+    failures = {0: Failure(1, 1, 5.0, log=("lost it",)), 1: Failure(2, -9, 6.0, log=("so it is",))}
+    read = read_record(write_record(failures).removeprefix(RECORD_PREFIX), "b")
+    assert read == {0: Failure(1, 1, 5.0, "b"), 1: Failure(2, -9, 6.0, "b", ("so it is",))}

@@ -80,7 +80,7 @@ class Network:
         return {pid: command for pid, command in found.items() if command}
 
     def wait_until_empty(self) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT_SECONDS
         while left := self.processes():
             assert time.monotonic() < end, left
             time.sleep(0.05)
@@ -97,7 +97,7 @@ def read_command(pid: int) -> str:
 def configure_ssh(folder: Path) -> None:
     for key in ("host_key", "user_key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
-        subprocess.run(words, check=True, timeout=30)
+        subprocess.run(words, check=True, timeout=LIMIT_SECONDS)
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
     (folder / "sshd_config").write_text(
         f"Port {SSH_PORT}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\n"
@@ -110,7 +110,7 @@ def configure_ssh(folder: Path) -> None:
 
 
 def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     if done.returncode:
         pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
 
@@ -237,7 +237,7 @@ def test_nothing_is_left_when_the_launcher_ends(
             assert launcher.poll() is None, launcher.stderr.read() if launcher.stderr else ""
             time.sleep(0.02)
         launcher.send_signal(number)
-        _, told = launcher.communicate(timeout=15)
+        _, told = launcher.communicate(timeout=LIMIT_SECONDS)
     finally:
         launcher.kill()
         launcher.wait()
@@ -272,7 +272,7 @@ def test_a_host_started_by_hand_learns_that_another_one_failed(
     )
     try:
         second = run(network.by_hand(1, *words), tmp_path, environment)
-        _, told = first.communicate(timeout=20)
+        _, told = first.communicate(timeout=LIMIT_SECONDS)
     finally:
         first.kill()
         first.wait()
@@ -297,7 +297,7 @@ def test_pdsh(network: Network, tmp_path: Path, environment: dict[str, str]) -> 
         f"{network.addresses[1]}@{network.addresses[0]}:1",
     )
     command = network.command(*words, *network.hostfile(tmp_path, 2, 1), "script.py", "%n $HOME 'x'")
-    command[command.index("--launcher_args") + 1] = "-u 60"
+    command[command.index("--launcher_args") + 1] = f"-u {LIMIT_SECONDS - 10}"
     ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {network.folder / 'ssh_config'}"}
     done = run(command, tmp_path, environment | ssh)
     first, second = network.addresses

@@ -26,6 +26,8 @@ def _end_with_parent(number: int, parent: int) -> None:
 
 
 def _become(program: list[str]) -> None:
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a program that finds them so keeps them so
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(program[0], program)
     except OSError as error:

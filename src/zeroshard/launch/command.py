@@ -51,6 +51,7 @@ def run(words: Sequence[str], **defaults: object) -> int:
     Raises:
         LaunchError: the command line, the hostfile, a host or this machine does not allow it.
     """
+    _open_standard_streams()
     options = parse_options(words, **defaults)
     show_from(options.log_level)
     _require_script(options)
@@ -74,6 +75,13 @@ def run(words: Sequence[str], **defaults: object) -> int:
             place = Place(address=options.master_addr, port=options.master_port)
             return _run_here(options, place, hosts)
         return _run_on_hosts(options, hosts, choose_launcher(options, os.environ))
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where who started us has closed stdin, stdout or stderr: another file would take its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _require_script(options: Options) -> None:
@@ -112,14 +120,18 @@ def _saved_pid(wanted: bool) -> Iterator[None]:
 
 
 def _run_on_hosts(options: Options, hosts: Hosts, launcher: str) -> int:
-    job = plan_job(options, hosts, launcher, os.environ)
+    job = replace(plan_job(options, hosts, launcher, os.environ), shown=options.dry_run)
     starts = build_starts(launcher, job, os.environ)
     if options.dry_run:
         show_job(job, starts)
         return 0
     if not all(command.here for command in job.commands):
         require_program(launcher)
-    if (asked := _asked_over_ssh(job, launcher, os.environ)) is not None and not options.no_ssh_check:
+    asked = None if options.no_ssh_check else _asked_over_ssh(job, launcher, os.environ)
+    if asked is None and not options.no_ssh_check:
+        told = "--launcher %s: hosts are not asked first whether they have the versions, the script and the slots"
+        log.info(told, launcher)
+    if asked is not None:
         script = options.script if not options.module else None
         file, program = (None, script) if options.no_python else (script, None)
         port = options.master_port or DEFAULT_PORT
@@ -183,7 +195,7 @@ def _slots_here(
     count = accelerators_here()
     kind = torch.accelerator.current_accelerator()
     name = VISIBLE_DEVICES.get("cuda" if kind is None else kind.type, VISIBLE_DEVICES["cuda"])
-    hidden = environ.get(name, "") in ("", "-1")
+    hidden = environ.get(name, "").strip() in ("", "-1", "NoDevFiles")  # the last one is SLURM's
     if count == 0 and not hidden and torch.version.cuda is not None:
         raise LaunchError(f"{name}={environ[name]} names no device that can be seen here")
     if options.slots is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 __all__ = [
     "RECORD_PREFIX",
@@ -93,8 +93,10 @@ def _ending(exitcode: int) -> str:
 
 
 def write_record(failures: Mapping[int, Failure]) -> str:
-    """One line for the launcher that reads this host's stderr."""
-    return RECORD_PREFIX + json.dumps({rank: asdict(failure) for rank, failure in failures.items()})
+    """One line for the launcher that reads this host's stderr. Of what ranks said, that of the cause is in it."""
+    root = _root_cause(failures)
+    told = {rank: f if rank == root else replace(f, log=()) for rank, f in failures.items()}
+    return RECORD_PREFIX + json.dumps({rank: asdict(failure) for rank, failure in told.items()})
 
 
 def read_record(text: str, host: str) -> dict[int, Failure]:

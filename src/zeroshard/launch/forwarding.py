@@ -35,7 +35,7 @@ def read_environment_file(file: Path) -> dict[str, str]:
     """Lines `NAME=VALUE`; a value in quotes loses them, as a shell would have it."""
     read: dict[str, str] = {}
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{file} cannot be read: {error}") from None
     for number, raw in enumerate(lines, start=1):

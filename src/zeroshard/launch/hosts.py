@@ -25,7 +25,8 @@ __all__ = [
 
 Hosts = dict[str, tuple[int, ...]]
 
-_LINE = re.compile(r"([^\s-]\S*)\s+slots\s*=\s*(\d+)")
+# Commas join hosts for pdsh, mpirun and srun. The maximum is mpirun's, whose hostfile may serve here, too.
+_LINE = re.compile(r"([^\s,@-][^\s,]*)\s+slots\s*=\s*([0-9]{1,5})(?:\s+max[_-]slots\s*=\s*[0-9]+)?")
 _NODE_GROUP = re.compile(r"([^\[\],]*)(?:\[([^\]]*)\]([^\[\],]*))?(?:,|$)")
 
 
@@ -46,7 +47,7 @@ def parse_hostfile(text: str, source: str) -> Hosts:
         host, slots = match[1], int(match[2])
         if slots == 0:
             raise LaunchError(f"{source}, line {number}: host {host!r} has 0 slots; leave it out instead")
-        if host in hosts:
+        if host.lower() in map(str.lower, hosts):
             raise LaunchError(f"{source}, line {number}: host {host!r} is there twice; give it one line")
         hosts[host] = tuple(range(slots))
     if not hosts:
@@ -78,9 +79,21 @@ def select_hosts(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     return chosen
 
 
+def _split_nodes(text: str, hosts: Hosts) -> list[str]:
+    """The nodes of a filter. An `@` joins them, and stands in a host `user@name`, too."""
+    users = {host.partition("@")[0] for host in hosts if "@" in host} - set(hosts)
+    nodes: list[str] = []
+    for piece in map(str.strip, text.split("@")):
+        if nodes and nodes[-1] in users:
+            nodes[-1] += f"@{piece}"
+        else:
+            nodes.append(piece)
+    return nodes
+
+
 def _parse_filter(option: str, text: str, hosts: Hosts) -> Hosts:
     named: Hosts = {}
-    for node in map(str.strip, text.split("@")):
+    for node in _split_nodes(text, hosts):
         # The last colon: an IPv6 address has more of them, and may stand without slots.
         alone = node in hosts or ":" not in node
         host, colon, slot_list = (node, "", "") if alone else node.rpartition(":")

@@ -22,6 +22,7 @@ __all__ = ["Peers"]
 
 _KEY = "zeroshard/failed"
 _POLL_SECONDS = 0.5
+_SECONDS_TO_CONNECT = 60.0  # ranks may fail before the store is found: clients try ever more seldom
 _SECONDS_TO_READ = 2.0  # the store goes with the first host: the others have to see the key before
 _SECONDS_TO_FINISH = 10.0  # a store that has gone is how a job ends, too
 _SECONDS_TO_MEET = 900
@@ -33,19 +34,21 @@ class Peers:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._store: TCPStore | None = None
+        self._connected = threading.Event()
+        self._has_told = False
         self.status: int | None = None  # the exit status of the failure that others have told
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def tell(self, failure: str, status: int) -> None:
         """That ranks here have failed."""
-        if self._store is not None:
+        self._has_told = True
+        if self._connected.wait(_SECONDS_TO_CONNECT) and self._store is not None:
             try:
                 self._store.set(_KEY, f"{status} {failure}")
                 if self._place.node_rank == 0:
                     time.sleep(_SECONDS_TO_READ)
             except DistError:  # the first host has gone; its end tells the others
                 pass
-        self._store = None
 
     def _watch(self) -> None:
         assert self._place.address is not None
@@ -59,13 +62,17 @@ class Peers:
                 timeout=timedelta(seconds=_SECONDS_TO_MEET),
             )
             self._store = store
+            self._connected.set()
             while not store.check([_KEY]):
                 time.sleep(_POLL_SECONDS)
             status, _, said = store.get(_KEY).decode().partition(" ")
         except DistError:
+            self._connected.set()
+            if self._store is None:
+                return
             time.sleep(_SECONDS_TO_FINISH)
             status, said = "1", f"the connection to {self._place.address} ended"
-        if self._store is not None:
+        if not self._has_told:
             log.error("stopping: %s", said)
             self.status = int(status)
             end_this_process(signal.SIGTERM, self.status)

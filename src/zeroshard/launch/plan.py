@@ -72,7 +72,7 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
 def read_hostfile(file: Path) -> Hosts:
     """The hosts of a file that `--hostfile` names."""
     try:
-        return parse_hostfile(file.read_text(), str(file))
+        return parse_hostfile(file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--hostfile {file} cannot be read: {error}") from None
 

@@ -52,7 +52,7 @@ def _ask(job: Job, command: HostCommand, question: Question, environ: Mapping[st
             (*start_through_child("SIGTERM"), *start.words),
             env={**environ, **start.environment},
             cwd=job.directory,
-            stdin=subprocess.DEVNULL,
+            input=start.first_line,
             capture_output=True,
             text=True,
             errors="replace",

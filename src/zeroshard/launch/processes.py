@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["child_processes", "end_this_process", "kill_session"]
+__all__ = ["child_processes", "end_children", "end_this_process", "heir_of_orphans", "kill_session"]
 
+_PR_SET_CHILD_SUBREAPER = 36
+_SECONDS_BETWEEN_BURIALS = 10.0
+_SECONDS_TO_LISTEN = 3.0  # for what a rank has left behind
+_SECONDS_TO_DIE = 5.0  # a process within a system call may not die at all
 _SECONDS_TO_LEAVE = 3.0
 _SECONDS_TO_STOP_RANKS = 25.0  # a little more than torchrun's own limit
 
@@ -25,8 +33,58 @@ def child_processes() -> set[int]:
     return children
 
 
+@contextmanager
+def heir_of_orphans() -> Iterator[None]:
+    """Within it, what a child has started becomes a child of this process when that child ends (Linux).
+
+    So nothing that a rank started is out of reach, whatever session it has given itself.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    over = threading.Event()
+    burials = threading.Thread(target=_bury_orphans, args=(over,), name="burials", daemon=True)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    burials.start()
+    try:
+        yield
+    finally:
+        over.set()
+        burials.join()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _bury_orphans(over: threading.Event) -> None:
+    """Nobody else asks how orphans have ended, and in a job of weeks there may be many.
+
+    Those that lead a group of their own stay until the end: from outside they look like a rank, whose exit status
+    is torch's to read.
+    """
+    while not over.wait(_SECONDS_BETWEEN_BURIALS):
+        for pid in child_processes():
+            with suppress(ProcessLookupError, ChildProcessError):
+                if os.getpgid(pid) not in (pid, os.getpgid(0)):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def end_children(spared: set[int], seconds: float = _SECONDS_TO_LISTEN) -> None:
+    """End all children of this process but the spared ones, and what they leave behind: SIGTERM, then SIGKILL."""
+    told: set[int] = set()
+    kill_at = time.monotonic() + seconds
+    while (left := child_processes() - spared) and time.monotonic() < kill_at + _SECONDS_TO_DIE:
+        killing = time.monotonic() >= kill_at
+        for pid in left if killing else left - told:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if killing else signal.SIGTERM)
+        told |= left
+        for pid in left:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
 def kill_session(pid: int) -> None:
-    """Kill a rank together with what it started: torchrun gives each rank a session of its own."""
+    """Kill a child that leads a session, together with what is in that session."""
     try:
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
@@ -51,6 +109,7 @@ def end_this_process(number: signal.Signals, status: int) -> None:
         while child_processes() and time.monotonic() < end:
             time.sleep(0.2)
         time.sleep(_SECONDS_TO_LEAVE)
-        os._exit(status)  # ranks end with this process
+        end_children(set(), seconds=0.0)
+        os._exit(status)
 
     threading.Thread(target=make_sure, name="end", daemon=True).start()

@@ -7,6 +7,7 @@ process per host, which starts the ranks, and never bind it to a core.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,6 +26,11 @@ __all__ = [
     "ssh_words",
 ]
 
+# The environment comes as the first line of standard input: a command line can be read by everybody (`ps`).
+_RECEIVE = (
+    'import json, os, sys; os.environ.update(json.loads(open(0, "rb", 0, closefd=False).readline() or "{}")); '
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 _CONNECT_SECONDS = 10
 _ALIVE_SECONDS, _ALIVE_COUNT = 15, 4  # a connection that is dead for a minute ends
 
@@ -49,6 +55,7 @@ class Job:
     ssh_port: int | None = None
     venv_script: str | None = None
     named_hosts: bool = True  # the user chose hosts; False: all that SLURM gave
+    shown: bool = False  # for people, who want to see and to type it: all is on the command line
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Start:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     listens: bool = False  # it reads signals on standard input and stops at its end (`lifeline.py`)
+    first_line: str = ""  # for its standard input
 
 
 def ssh_words(job: Job, host: str) -> tuple[str, ...]:
@@ -70,9 +78,9 @@ def ssh_words(job: Job, host: str) -> tuple[str, ...]:
 
 
 def _shell_line(job: Job, words: tuple[str, ...]) -> str:
-    """The line for a shell on the host: the directory, the environment, the command."""
+    """The line for a shell on the host: the directory, then the command."""
     there = f"cd {shlex.quote(job.directory)} && "
-    command = f"exec {shlex.join(_with_environment(job, words))}"
+    command = f"exec {shlex.join(words)}"
     if job.venv_script:
         script = f"{there}source {shlex.quote(job.venv_script)} && {command}"
         return f"exec bash -c {shlex.quote(script)}"
@@ -81,11 +89,19 @@ def _shell_line(job: Job, words: tuple[str, ...]) -> str:
 
 def on_host(job: Job, command: HostCommand, words: tuple[str, ...]) -> Start:
     """`words` on the host of `command`: over ssh, or started from here if that is this machine."""
-    if not command.here:
-        return Start(command.host, (*ssh_words(job, command.host), _shell_line(job, words)))
-    if job.venv_script:
-        return Start(command.host, ("bash", "-c", _shell_line(job, words)))
-    return Start(command.host, words, job.environment)
+    if command.here:
+        if job.venv_script:
+            words = ("bash", "-c", _shell_line(job, words))
+        return Start(command.host, words, job.environment)
+    if job.shown:
+        line, first = _shell_line(job, _with_environment(job, words)), ""
+    else:
+        line, first = _shell_line(job, (words[0], "-I", "-S", "-c", _RECEIVE, *words)), _as_line(job)
+    return Start(command.host, (*ssh_words(job, command.host), line), first_line=first)
+
+
+def _as_line(job: Job) -> str:
+    return json.dumps(dict(job.environment)) + "\n"
 
 
 def _with_environment(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,7 +115,7 @@ def _ssh(job: Job, environ: Mapping[str, str]) -> list[Start]:
 def _pdsh(job: Job, environ: Mapping[str, str]) -> list[Start]:
     """One pdsh for all. It replaces %n by the place of the host; a % of ours is written twice."""
     hosts = ",".join(command.host for command in job.commands)
-    lines = [_shell_line(job, command.words).replace("%", "%%") for command in job.commands]
+    lines = [_shell_line(job, _with_environment(job, c.words)).replace("%", "%%") for c in job.commands]
     anywhere = {line.replace(f"--node_rank={rank}", "--node_rank=%n", 1) for rank, line in enumerate(lines)}
     if len(anywhere) == 1:
         line = anywhere.pop()

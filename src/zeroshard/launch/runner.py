@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,13 @@ from zeroshard.launch.network import can_resolve, interface_of, is_free, own_add
 from zeroshard.launch.output import RankOutput, python_of_ranks
 from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
-from zeroshard.launch.processes import child_processes, kill_session
+from zeroshard.launch.processes import child_processes, end_children, heir_of_orphans
 
 __all__ = ["Node", "accelerators_here", "added_environment", "run_node", "run_ranks"]
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.1
+_SECONDS_TO_PRINT = 2.0  # what ranks have said, after we were told to stop
 _SECONDS_TO_STOP = "15"  # from the signal to stop until SIGKILL
 
 
@@ -117,22 +119,43 @@ def _run_to_the_end(node: Node, output: RankOutput) -> None:
     """Return or raise only when no rank is left.
 
     torchrun answers a Ctrl-C by passing it on and waiting, and a second one by SIGTERM and waiting; a third
-    one ends that wait too, and a rank that listens to neither would go on alone.
+    one ends that wait too, and a rank that listens to neither would go on alone. What ranks have started is ended
+    with them, unless all went well: what was left running then was left on purpose.
     """
     already_there = child_processes()
+    output.before_start = lambda: end_children(already_there)  # of ranks that failed, and are started again
     # Until torchrun starts ranks and answers Ctrl-C itself, there is nothing to end but this process. It may wait
     # for other hosts in C++, where Python's own answer is not heard, or start a thread, where it is another error.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = "/".join(",".join(map(str, part)) for part in node.cores) if node.cores else "-"
     python, *first = child.start_through_child("SIGKILL", "${local_rank}", cores)
+    succeeded, until = False, None
+    with heir_of_orphans():
+        try:
+            elastic_launch(_launch_config(node, output), python)(*first, *node.command)
+            succeeded = True
+        except SignalException:
+            until = time.monotonic() + _SECONDS_TO_PRINT
+            raise
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if not succeeded:
+                with _deaf():
+                    end_children(already_there)
+            output.finish(until)
+            signal.signal(signal.SIGINT, on_interrupt)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """What cannot take long is not to be interrupted."""
+    heard = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.signal(number, signal.SIG_IGN) for number in heard]
     try:
-        elastic_launch(_launch_config(node, output), python)(*first, *node.command)
+        yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for pid in child_processes() - already_there:
-            kill_session(pid)
-        output.finish()
-        signal.signal(signal.SIGINT, on_interrupt)
+        for number, handler in zip(heard, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:

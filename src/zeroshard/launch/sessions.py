@@ -16,8 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
-from typing import BinaryIO
 
 from zeroshard.launch import child
 from zeroshard.launch.failures import (
@@ -30,14 +30,16 @@ from zeroshard.launch.failures import (
 )
 from zeroshard.launch.lifeline import BEAT_SECONDS
 from zeroshard.launch.messages import log
+from zeroshard.launch.relay import Relay, write_out
 from zeroshard.launch.remote import Start
 
 __all__ = ["run_starts"]
 
 _POLL_SECONDS = 0.05
+_USUAL_PIPE = 1 << 16  # bytes that nobody has to read before we go on
 _SETTLE_SECONDS = 3.0  # ranks that fail together are heard before one is named
+_SECONDS_TO_PRINT = 1.0  # what came before a connection was cut
 _SECONDS_TO_STOP = 20.0  # a little more than the hosts take to kill a rank that does not listen
-_LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _printing = threading.Lock()
 
@@ -50,6 +52,7 @@ class _Session:
         self.failures: dict[int, Failure] = {}
         self.said: deque[str] = deque(maxlen=20)
         self.ended_at: float | None = None
+        self._cut = False
         labelled = subprocess.PIPE if start.host else None
         # What listens to us stops by itself when we end; the others have to be told.
         told = () if start.listens else child.start_through_child("SIGTERM")
@@ -61,24 +64,22 @@ class _Session:
             stdout=labelled,
             stderr=labelled,
             start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on
+            pipesize=-1 if len(start.first_line) < _USUAL_PIPE else len(start.first_line),
         )
-        self._readers = [
-            threading.Thread(target=self._read, args=(source, sink), daemon=True)
+        if start.first_line:
+            self._write(start.first_line)
+        self._relays = [
+            Relay(os.dup(source.fileno()), partial(self._read, sink))
             for source, sink in ((self.process.stdout, 1), (self.process.stderr, 2))
             if source is not None
         ]
-        for reader in self._readers:
-            reader.start()
 
-    def _read(self, source: BinaryIO, sink: int) -> None:
-        label, rest = f"{self.start.host}: ".encode(), b""
-        while data := os.read(source.fileno(), 65536):
-            *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
-            self._pass_on([piece for piece in pieces if piece], label, sink)
-            if len(rest) > _LONGEST_LINE and RECORD_PREFIX.encode() not in rest:
-                self._pass_on([rest + b"\n"], label, sink)
-                rest = b""
-        self._pass_on([rest + b"\n"] if rest else [], label, sink)
+    def _read(self, sink: int, data: bytes) -> None:
+        """Lines that came in; the last one may lack its end."""
+        pieces = [piece for piece in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", data) if piece]
+        if pieces[-1][-1:] not in (b"\n", b"\r"):
+            pieces[-1] += b"\n"
+        self._pass_on(pieces, f"{self.start.host}: ".encode(), sink)
 
     def _pass_on(self, pieces: list[bytes], label: bytes, sink: int) -> None:
         for piece in pieces:
@@ -87,9 +88,8 @@ class _Session:
                 continue
             if sink == 2:
                 self.said.append(line.decode(errors="replace").rstrip())
-            # Whoever reads us may have gone; the job goes on.
-            with _printing, contextlib.suppress(OSError), open(sink, "wb", closefd=False) as out:
-                out.write(label + line)
+            with _printing:
+                write_out(sink, label + line)
 
     def _without_record(self, piece: bytes) -> bytes:
         """What is to be shown: a rank may have died within a line, that of a progress bar, before the record."""
@@ -106,34 +106,40 @@ class _Session:
         return self.start.host or self.start.words[0]
 
     def running(self) -> bool:
-        """Whether it still runs; when it does not, all that it said has been read."""
-        if self.process.poll() is None:
-            return True
-        if self.ended_at is None:
-            for reader in self._readers:
-                reader.join(1.0)
-            self.ended_at = time.monotonic()
-        return False
+        """Whether it still runs; when it does not, all that it said has been passed on, unless it was cut off."""
+        if self.ended_at is None and self.process.poll() is not None:
+            for relay in self._relays:
+                relay.close()
+            until = time.monotonic() + (_SECONDS_TO_PRINT if self._cut else 0.0)
+            if all(relay.wait(until) for relay in self._relays) or self._cut:
+                self.ended_at = time.monotonic()
+        return self.ended_at is None
 
     def send(self, word: str) -> None:
         """The name of a signal, or "" for a beat."""
-        if self.start.listens and self.process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has ended, or was cut off
-                self.process.stdin.write(f"{word}\n".encode())
-                self.process.stdin.flush()
+        if self.start.listens:
+            self._write(f"{word}\n")
         elif word:
             self._signal(signal.Signals[word])
 
+    def _write(self, text: str) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or was cut off
+                self.process.stdin.write(text.encode())
+                self.process.stdin.flush()
+
     def cut(self) -> None:
         """End the connection, whatever it does."""
+        self._cut = True
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def describe_end(self) -> str:
         """How it ended, where no rank's failure was reported."""
