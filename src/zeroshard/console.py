@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zeroshard.errors import ConfigError, LaunchError, ZeroShardError
+from zeroshard.interrupts import INTERRUPTED
 
-__all__ = ["guarded", "run_command", "show_table"]
+__all__ = ["guarded", "run_command", "run_parsed", "show_table"]
 
 
-def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int:
-    """Run the command line of one function; see `guarded`."""
+def run_command(
+    command: Callable[..., Any], name: str, arguments: Sequence[str], help: str | None = None
+) -> int:
+    """Run the command line of one function; the exit status. `help`: instead of the function's docstring."""
     import typer
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    return guarded(lambda: app(list(arguments), prog_name=name, standalone_mode=False), name)
+    app.command(help=help)(command)
+    return run_parsed(app, name, arguments)
+
+
+def run_parsed(app: Any, name: str, arguments: Sequence[str]) -> int:
+    """Parse `arguments` and run what `app`, of typer, has for them; the exit status.
+
+    Not by calling it: that catches a Ctrl-C, too.
+    """
+    import typer
+
+    command = typer.main.get_command(app)
+    with command.make_context(name, list(arguments)) as context:
+        status = command.invoke(context)
+    return status if isinstance(status, int) else 0
 
 
 def guarded(command: Callable[[], Any], name: str) -> int:
@@ -31,13 +48,23 @@ def guarded(command: Callable[[], Any], name: str) -> int:
     wrong: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     try:
         status = command()
+        sys.stdout.flush()
     except (ZeroShardError, wrong) as error:
         print(f"{name}: {error.format_message() if isinstance(error, wrong) else error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, LaunchError, wrong)) else 1
     except (typer.Abort, KeyboardInterrupt):
-        return 130
-    except SystemExit as ended:
-        status = ended.code
+        print(f"{name}: stopped by SIGINT", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads any more; nor is anybody to be told so when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{name}: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (SystemExit, typer.Exit) as ended:
+        status = ended.code if isinstance(ended, SystemExit) else ended.exit_code
     return status if isinstance(status, int) else 0
 
 

@@ -19,6 +19,7 @@ from zeroshard.bench.measure import Row, measure, memory_for_each_rank
 from zeroshard.bench.plan import Plan, dtypes_of, operations_of, sizes_of
 from zeroshard.comm import open_collectives
 from zeroshard.comm.bandwidth import OPERATIONS
+from zeroshard.console import run_command
 from zeroshard.errors import ConfigError
 from zeroshard.launch.runner import run_ranks
 from zeroshard.world import join
@@ -30,15 +31,13 @@ _BACKENDS = ("gloo", "nccl")
 _SIZES_CPU, _SIZES_DEVICE = "4K,64K,1M,16M", "4K,64K,1M,16M,256M"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], name: str = "zeroshard bench") -> int:
     """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Measure collectives between ranks: torch's, and beside them those that engines use. Starts its own "
+    about = (
+        "Measure collectives between ranks: torch's, and beside them those that engines use. Starts its own "
         "ranks, or measures as one where a launcher (zeroshard run -m zeroshard bench, torchrun) has started it."
-    )(_command)
-    status = app(list(arguments), prog_name="zeroshard bench", standalone_mode=False)
-    return status if isinstance(status, int) else 0
+    )
+    return run_command(_command, name, arguments, about)
 
 
 def _command(
@@ -53,7 +52,7 @@ def _command(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Default: one per GPU with nccl, else 2."),
+        typer.Option("--ranks", "-n", min=1, max=1024, help="Default: one per GPU with nccl, else 2."),
     ] = None,
     iterations: Annotated[
         int | None, typer.Option(min=1, help="Of each row. Default: as many as take 0.2 seconds, 5 to 200.")

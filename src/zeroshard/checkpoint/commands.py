@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from zeroshard.checkpoint.export import FORMATS, parse_size
 from zeroshard.checkpoint.export import export as export_weights
 from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.storage import Reader
-from zeroshard.console import show_table
+from zeroshard.console import run_command, show_table
 from zeroshard.errors import CheckpointError
 from zeroshard.precision import dtype_name
 
@@ -41,26 +41,19 @@ _ABOUT = (
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
 
 
-def _run(command: Callable[..., None], name: str, arguments: Sequence[str]) -> int:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    status = app(list(arguments), prog_name=f"zeroshard {name}", standalone_mode=False)
-    return status if isinstance(status, int) else 0
-
-
 def inspect(arguments: Sequence[str]) -> int:
     """The command line of `zeroshard inspect`."""
-    return _run(_inspect, "inspect", arguments)
+    return run_command(_inspect, "zeroshard inspect", arguments)
 
 
 def verify(arguments: Sequence[str]) -> int:
     """The command line of `zeroshard verify`."""
-    return _run(_verify, "verify", arguments)
+    return run_command(_verify, "zeroshard verify", arguments)
 
 
 def export(arguments: Sequence[str]) -> int:
     """The command line of `zeroshard export`."""
-    return _run(_export, "export", arguments)
+    return run_command(_export, "zeroshard export", arguments)
 
 
 def _inspect(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.checkpoint.export import export, parse_size, read_weights
 from zeroshard.checkpoint.opening import open_checkpoint
 from zeroshard.checkpoint.plain import check_known
-from zeroshard.console import run_command
+from zeroshard.console import guarded, run_command
 
 __all__ = [
     "clone_tensors_for_torch_save",
@@ -134,6 +134,10 @@ def _zero_to_fp32(
     debug: Annotated[bool, typer.Option("--debug", "-d", help="No effect.")] = False,
 ) -> None:
     """Write a checkpoint's weights in fp32, as whole tensors."""
+    try:
+        parse_size(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--max_shard_size'") from None
     convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -141,7 +145,8 @@ def _zero_to_fp32(
 
 def main() -> int:
     """`zero_to_fp32.py`: exit status 1 and one line when it fails."""
-    return run_command(_zero_to_fp32, "zero_to_fp32.py", sys.argv[1:])
+    name = "zero_to_fp32.py"
+    return guarded(lambda: run_command(_zero_to_fp32, name, sys.argv[1:]), name)
 
 
 def universal_main() -> int:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 import zeroshard
-from zeroshard.console import guarded
+from zeroshard.console import guarded, run_parsed
+from zeroshard.interrupts import raise_again
 
-__all__ = ["app", "deepspeed_command", "ds_ssh", "main"]
+__all__ = ["app", "deepspeed_command", "ds_ssh", "main", "run_under"]
 
 app = typer.Typer(
     name="zeroshard",
@@ -91,11 +92,17 @@ ELSEWHERE = {
 }
 
 
+def _begin(name: str) -> Callable[..., int]:
+    """The function of a command of `ELSEWHERE`. From here on Ctrl-C is an exception, for it to put things away."""
+    module, _, function = ELSEWHERE[name].home.partition(":")
+    found: Callable[..., int] = getattr(importlib.import_module(module), function or "main")
+    raise_again()
+    return found
+
+
 def _add_elsewhere(name: str, command: _Elsewhere) -> None:
     def forward(context: typer.Context) -> int:
-        module, _, name = command.home.partition(":")
-        status: int = getattr(importlib.import_module(module), name or "main")(context.args)
-        return status
+        return _begin(name)(context.args)
 
     # The other wing parses its own options, `--help` included.
     app.command(
@@ -117,24 +124,26 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return guarded(
-        lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
-    )
+    return guarded(lambda: run_parsed(app, "zeroshard", words or ["--help"]), "zeroshard")
 
 
-def deepspeed_command(argv: Sequence[str] | None = None) -> int:
+def deepspeed_command(argv: Sequence[str] | None = None, name: str = "deepspeed") -> int:
     """What the command `deepspeed` does: `zeroshard run`, with that command's defaults.
 
     Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
     """
-    from zeroshard.launch.command import run
+    return run_under(name, "run", argv, as_deepspeed=True, pass_local_rank=True)
 
+
+def run_under(name: str, command: str, argv: Sequence[str] | None = None, **more: object) -> int:
+    """Run a command of `ELSEWHERE` that goes by another name in its help and messages."""
     words = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
+    return guarded(lambda: _begin(command)(words, name=name, **more), name)
 
 
 def ds_ssh(argv: Sequence[str] | None = None) -> int:
     """What the command `ds_ssh` does: `[-f HOSTFILE] command...` on every host of the hostfile, at once."""
     from zeroshard.launch.everywhere import run_everywhere
 
+    raise_again()
     return guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv), "ds_ssh")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.forwarding import forwarded_environment
-from zeroshard.launch.hosts import Hosts, expand_nodelist, first_hosts, parse_hostfile, select_hosts
+from zeroshard.launch.hosts import Hosts, expand_nodelist, first_hosts, read_hostfile, select_hosts
 from zeroshard.launch.options import DEFAULT_HOSTFILE, Options
 from zeroshard.launch.remote import HostCommand, Job
 
@@ -53,10 +53,7 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
     """The hosts and slots of the job, in order; None is this machine alone, with what it has."""
     named = Path(options.hostfile) if options.hostfile else None
     if named is not None and named.exists():
-        try:
-            pool = parse_hostfile(named.read_text(), str(named))
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"--hostfile {named} cannot be read: {error}") from None
+        pool = read_hostfile(named, "--hostfile")
     elif _in_allocation(environ):
         given = environ.get("SLURM_GPUS_ON_NODE", "")
         slots = options.num_gpus or (int(given) if given.isdigit() else 1)

@@ -31,6 +31,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from zeroshard.console import run_command
 from zeroshard.testing import FP32_TOLERANCE, RankPool, measure_parity
 from zeroshard.testing.loops import LOOPS
 from zeroshard.testing.models import smollm2, smollm2_batch, smollm2_folder, tiny, tiny_batch
@@ -159,15 +160,14 @@ SUBJECTS = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], name: str = "zeroshard check") -> int:
     """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        help="Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters: in "
+    about = (
+        "Train one model under plain PyTorch and under ZeRO stages 0 to 3, and compare the parameters: in "
         "every precision, with every optimizer, in every way to write the loop. Exit status 1 when one differs "
         "beyond tolerance."
-    )(check)
-    return int(app(list(arguments), prog_name="zeroshard check", standalone_mode=False) or 0)
+    )
+    return run_command(check, name, arguments, about)
 
 
 def check(
@@ -176,7 +176,7 @@ def check(
         int | None,
         typer.Option(min=1, help="Optimizer steps of every run; default: what the row needs, 1 to 5."),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks (CPU processes).")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks (CPU processes).")] = 2,
     only: Annotated[
         str | None, typer.Option(help="Run the rows whose name contains this, such as Muon or loop.")
     ] = None,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from zeroshard.console import run_command
 from zeroshard.engine import Engine
 from zeroshard.planner.rehearsal import rehearse
 from zeroshard.planner.timeline import LEGEND, timeline
@@ -23,16 +24,15 @@ from zeroshard.testing.models import tiny, tiny_batch
 __all__ = ["explain", "main", "planned_engine"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], name: str = "zeroshard explain") -> int:
     """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help="Show the planned schedule of the tiny model as a time line of what is live.")(explain)
-    return int(app(list(arguments), prog_name="zeroshard explain", standalone_mode=False) or 0)
+    about = "Show the planned schedule of the tiny model as a time line of what is live."
+    return run_command(explain, name, arguments, about)
 
 
 def explain(
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=1_000_000, help="Data-parallel ranks.")] = 2,
     persistence: Annotated[int, typer.Option(min=0, help="stage3_param_persistence_threshold.")] = 200,
     prefetch: Annotated[int, typer.Option(min=0, help="stage3_prefetch_bucket_size.")] = 50_000,
     max_live: Annotated[int, typer.Option(min=0, help="stage3_max_live_parameters.")] = 1_000_000_000,

@@ -40,7 +40,7 @@ def _named(spec: str, build: Callable[[], Any]) -> Callable[[], nn.Module]:
     def checked() -> nn.Module:
         try:
             model = build()
-        except Exception as error:  # whatever the code of others raises
+        except (Exception, SystemExit) as error:  # whatever the code of others raises
             text = " ".join(str(error).split())
             raise ModelError(f"{spec}: the model cannot be built: {type(error).__name__}: {text}") from error
         if not isinstance(model, nn.Module):
@@ -54,7 +54,7 @@ def _imported(module: str, name: str) -> Callable[[], Any]:
     sys.path.insert(0, "")  # as `python -m` has it
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise ModelError(
             f"{module}:{name}: importing {module!r} raised {type(error).__name__}: {text}"

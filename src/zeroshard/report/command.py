@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroshard.console import run_command
 from zeroshard.report import machine, software
 
 __all__ = ["collect", "main"]
@@ -29,13 +30,10 @@ PROBES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], name: str = "zeroshard report") -> int:
     """Run the command line; the exit status."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help="Print versions, devices, backends, fast paths, memory and limits of this machine.")(
-        _command
-    )
-    return int(app(list(arguments), prog_name="zeroshard report", standalone_mode=False) or 0)
+    about = "Print versions, devices, backends, fast paths, memory and limits of this machine."
+    return run_command(_command, name, arguments, about)
 
 
 def _command(
