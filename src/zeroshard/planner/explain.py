@@ -24,6 +24,10 @@ from zeroshard.testing.models import tiny, tiny_batch
 __all__ = ["explain", "main", "planned_engine"]
 
 
+_TABLE_WIDTH = 100
+"""Where the terminal is narrower, or there is none, lines run over: figures cut short would say nothing."""
+
+
 def main(arguments: Sequence[str], name: str = "zeroshard explain") -> int:
     """Run the command line; the exit status."""
     about = "Show the planned schedule of the tiny model as a time line of what is live."
@@ -51,6 +55,7 @@ def explain(
         "zero_hpz_partition_size": hpz,
     }
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _TABLE_WIDTH)
     with planned_engine(zero, ranks) as engine:
         _print_buckets(console, engine)
         schedule = engine.schedule
