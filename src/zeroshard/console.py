@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zeroshard.errors import ConfigError, LaunchError, ZeroShardError
+from zeroshard.interrupts import INTERRUPTED
 
-__all__ = ["command_line", "guarded", "show_table"]
+__all__ = ["command_line", "guarded", "run_parsed", "show_table"]
 
 
-def command_line(command: Callable[..., Any], name: str) -> Callable[[Sequence[str]], int]:
-    """The command line of one function, whose docstring is its help: from words to an exit status."""
+def command_line(command: Callable[..., Any], name: str) -> Callable[..., int]:
+    """The command line of one function, whose docstring is its help: from words to an exit status.
 
-    def run(words: Sequence[str]) -> int:
+    It may also be called by another `name`, which its help and messages then have.
+    """
+
+    def run(words: Sequence[str], name: str = name) -> int:
         import typer
 
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         app.command()(command)
-        status = app(list(words), prog_name=name, standalone_mode=False)
-        return status if isinstance(status, int) else 0
+        return run_parsed(app, name, words)
 
     return run
+
+
+def run_parsed(app: Any, name: str, words: Sequence[str]) -> int:
+    """Run what `app`, of typer, has for these words; the exit status.
+
+    Not by calling it: that catches a Ctrl-C, too.
+    """
+    import typer
+
+    command = typer.main.get_command(app)
+    with command.make_context(name, list(words)) as context:
+        status = command.invoke(context)
+    return status if isinstance(status, int) else 0
 
 
 def guarded(command: Callable[[], Any], name: str) -> int:
@@ -36,13 +53,23 @@ def guarded(command: Callable[[], Any], name: str) -> int:
     wrong: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     try:
         status = command()
+        sys.stdout.flush()
     except (ZeroShardError, wrong) as error:
         print(f"{name}: {error.format_message() if isinstance(error, wrong) else error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, LaunchError, wrong)) else 1
     except (typer.Abort, KeyboardInterrupt):
-        return 130
-    except SystemExit as ended:
-        status = ended.code
+        print(f"{name}: stopped by SIGINT", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads any more; nor is anybody to be told so when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{name}: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (SystemExit, typer.Exit) as ended:
+        status = ended.code if isinstance(ended, SystemExit) else ended.exit_code
     return status if isinstance(status, int) else 0
 
 

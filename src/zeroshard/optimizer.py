@@ -25,6 +25,7 @@ from zeroshard.errors import ConfigError, ModelError, StateError
 from zeroshard.gradients import ShardSlice
 
 __all__ = [
+    "COUNTERS",
     "ELEMENTWISE",
     "build_optimizer",
     "can_fuse",
@@ -309,13 +310,18 @@ def _cut_loaded(
     return {**state_dict, "state": states}
 
 
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep once per parameter, as 0-d tensors. The moments of a 0-d parameter have as few
+dimensions, so the name has to tell which is which."""
+
+
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of per-element state on this rank. Step counters (0-d tensors) are not counted."""
+    """Bytes of per-element state on this rank. Step counters and other numbers per parameter are not counted."""
     return sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
+        value.nbytes
+        for part, state in optimizer.state.items()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and (value.dim() or not (part.dim() or name in COUNTERS))
     )
 
 

@@ -15,6 +15,7 @@ from zeroshard.assembly import build_engine
 from zeroshard.comm import FakeCollectives
 from zeroshard.config import parse, resolve_batch
 from zeroshard.materialize import Groups
+from zeroshard.optimizer import COUNTERS, ELEMENTWISE, WHOLE
 from zeroshard.testing import RankPool
 
 
@@ -107,6 +108,51 @@ def test_bytes_equal_the_formula_plus_padding(request: pytest.FixtureRequest, wo
         assert result["padding bytes"] == pytest.approx(padded["parameters"] - exact, abs=len(results) * 8)
     states = sum(result["measured"]["optimizer state"] for result in results)
     assert states == 8 * results[0]["elements"] * (world if stage == 0 else 1)
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions, whose moments look like step counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def states_of_scaled(rank: int, world: int, stage: int, type_: str) -> tuple[int | None, int | None]:
+    model = Scaled()
+    optimizer = getattr(torch.optim, type_)(model.parameters())
+    settings = {name: value for name, value in config(stage).items() if name != "optimizer"}
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=settings)
+    engine.backward(engine(features(0, 0, rank)))
+    engine.step()
+    states = engine.predicted_memory().optimizer_state, engine.measured_memory().optimizer_state
+    engine.close()
+    return states
+
+
+@pytest.mark.parametrize("type_", ["AdamW", "NAdam"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_moments_of_a_parameter_without_dimensions_are_counted(
+    ranks2: RankPool, stage: int, type_: str
+) -> None:
+    results = ranks2.run(states_of_scaled, stage, type_)
+    for predicted, measured in results:
+        assert predicted == measured
+    assert sum(measured for _, measured in results) == 8 * 43 * (2 if stage == 0 else 1)
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(ELEMENTWISE | WHOLE) if hasattr(torch.optim, n)])
+def test_counters_are_what_torch_keeps_once_per_parameter(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+    parameter.grad = torch.ones(3, 2)
+    optimizer.step()
+    entries = optimizer.state[parameter].items()
+    assert {key for key, value in entries if torch.is_tensor(value) and not value.dim()} <= COUNTERS
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])

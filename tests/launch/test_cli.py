@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import zeroshard
+from zeroshard import interrupts
+from zeroshard.console import command_line, guarded
 from zeroshard.launch import cli, deepspeed_commands
 
 
@@ -63,14 +68,64 @@ def test_a_mistake_is_one_line_and_status_2(
     assert told in printed.err
 
 
-def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_mistake_with_ds_ssh_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepspeed_commands.ds_ssh(["--"]) == 2
-    assert capsys.readouterr().err == "ds_ssh: give a command to run on every host\n"
+    assert (
+        capsys.readouterr().err
+        == "ds_ssh: give a command to run on every host; `ds_ssh --help` has the options\n"
+    )
     assert deepspeed_commands.ds_ssh(["-f", "absent", "--", "ls", "--h"]) == 2
     assert capsys.readouterr().err == "ds_ssh: there is no hostfile 'absent'; name one with -f\n"
-    (tmp_path / "hosts").write_bytes(b"\xff\xfe")
-    assert deepspeed_commands.ds_ssh(["-f", str(tmp_path / "hosts"), "ls"]) == 2
-    assert capsys.readouterr().err.startswith(f"ds_ssh: --hostfile {tmp_path / 'hosts'} cannot be read: ")
+    assert deepspeed_commands.ds_ssh(["-f", str(Path(__file__).parent), "ls"]) == 2
+    assert capsys.readouterr().err.endswith(" cannot be read: Is a directory\n")
+    assert deepspeed_commands.ds_ssh(["--hostfiel", "hosts", "ls"]) == 2
+    assert capsys.readouterr().err == "ds_ssh: there is no option --hostfiel; did you mean --hostfile?\n"
+
+
+def test_help_and_mistakes_have_the_name_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert deepspeed_commands.deepspeed(["--help"], "ds") == 0
+    assert capsys.readouterr().out.startswith("usage: ds [options] script")
+    assert deepspeed_commands.deepspeed(["--num_gpu_", "2", "train.py"], "ds") == 2
+    assert capsys.readouterr().err == "ds: there is no option --num_gpu_; did you mean --num_gpus?\n"
+    assert cli.run_under("dsr", "report", ["--help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: dsr [OPTIONS]")
+
+
+def test_an_error_of_the_file_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        Path("absent").read_text()
+        return 0
+
+    assert guarded(command, "zeroshard") == 1
+    assert capsys.readouterr().err == "zeroshard: absent: No such file or directory\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signals of POSIX")
+def test_ctrl_c_among_imports_is_one_line_and_status_130(tmp_path: Path) -> None:
+    """Also where the code that is being imported passes over every exception, as torch's does."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(zeroshard.__file__).parents[1])])
+    result = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "report"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (130, "zeroshard: stopped by SIGINT\n")
+
+
+def test_ctrl_c_in_a_command_is_one_line_and_status_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(seconds: int = 1) -> None:
+        with interrupts.held(), contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    assert guarded(lambda: command_line(command, "zeroshard check")([]), "zeroshard") == 130
+    assert capsys.readouterr().err == "zeroshard: stopped by SIGINT\n"
 
 
 def test_commands_elsewhere_get_their_words_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

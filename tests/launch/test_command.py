@@ -125,7 +125,9 @@ def test_the_command_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.
     received: list[tuple[list[str], dict[str, object]]] = []
     monkeypatch.setattr(command, "run", lambda words, **defaults: received.append((words, defaults)) or 3)
     assert deepspeed_commands.deepspeed(["--num_gpus", "2", script]) == 3
-    assert received == [(["--num_gpus", "2", script], {"as_deepspeed": True, "pass_local_rank": True})]
+    assert received == [
+        (["--num_gpus", "2", script], {"name": "deepspeed", "as_deepspeed": True, "pass_local_rank": True})
+    ]
 
 
 @pytest.fixture

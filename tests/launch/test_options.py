@@ -75,10 +75,10 @@ def test_local_rank_is_passed_only_by_the_command_that_always_did() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("", "missing: script"),
+        ("", "give a script to run"),
         ("--nodes 2 t.py", "--nodes"),
         ("--master x t.py", "--master"),  # the address or the port?
-        ("--num_gpus 2 --", "missing: script"),
+        ("--num_gpus 2 --", "give a script to run"),
         ("-i a -e b t.py", "--include and --exclude exclude each other"),
         ("-i a --num_gpus 2 t.py", "--include says which hosts and slots; --num_gpus says it again"),
         ("-e a --num_nodes 2 t.py", "--exclude says which hosts and slots; --num_nodes says it again"),

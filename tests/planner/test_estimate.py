@@ -141,3 +141,46 @@ def test_mistakes_are_one_line(words: list[str], told: str, capsys: pytest.Captu
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert told in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"zero_optimization": 3}', "zero_optimization = 3: must be an object"),
+        ('{"zero_optimization": {"stage": "x"}}', "the ZeRO stage must be 0, 1, 2 or 3"),
+    ],
+)
+def test_a_wrong_config_is_named_with_its_file(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    assert main(["estimate", "--params", "1e6", "--largest-layer", "1e5", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"zeroshard: file {file}: ")
+    assert told in error
+
+
+def test_auto_for_the_whole_batch_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": "auto"}')
+    assert main(["estimate", "--params", "1e6", "--largest-layer", "1e5", "--config", str(file)]) == 0
+
+
+@pytest.mark.parametrize("params", ["100", "1e17"])
+def test_columns_stay_apart_and_figures_are_not_all_zero(
+    params: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--params", params, "--largest-layer", params]) == 0
+    lines = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()}
+    assert len(lines["parameters"]) == len(lines["DeepSpeed's formula, host/node"]) == 4
+    assert float(lines["parameters"][0].replace(",", "")) > 0
+
+
+def test_a_module_that_exits_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "exits_when_imported.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate", "exits_when_imported:build"]) == 1
+    assert "importing 'exits_when_imported' raised SystemExit" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def _command(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Default: one per GPU with nccl, else 2."),
+        typer.Option("--ranks", "-n", min=1, max=1024, help="Default: one per GPU with nccl, else 2."),
     ] = None,
     iterations: Annotated[
         int | None, typer.Option(min=1, help="Of each row. Default: as many as take 0.2 seconds, 5 to 200.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -74,7 +75,7 @@ def export(
     is whole.
     """
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     extras = reader.extras()
     saved, aliases = _saved(reader, dtype, trained_only)
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in saved.items()}
@@ -166,12 +167,9 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
     first: dict[Any, str] = {}
     tied = {name: first.setdefault(_place(value), name) for name, value in weights.items()}
     tied = {name: original for name, original in tied.items() if name != original}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, {name: value for name, value in weights.items() if name not in tied}, tied)
-        sync_directory(path.parent)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+    _make(path.parent)
+    _write(path, {name: value for name, value in weights.items() if name not in tied}, tied)
+    sync_directory(path.parent)
 
 
 def _place(value: Any) -> Any:
@@ -183,17 +181,29 @@ def _place(value: Any) -> Any:
 
 
 def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
-    """`tied`: other names, and those under which their tensors are."""
+    """`tied`: other names, and those under which their tensors are. CheckpointError if it fails."""
     fresh = path.with_name(path.name + ".new")
-    if path.suffix == ".safetensors":
-        # The format has neither strides nor views.
-        whole = {name: _on_its_own(value) for name, value in tensors.items()}
-        save_file(whole, fresh, metadata={"format": "pt", **tied})
-    else:
-        torch.save({**tensors, **{alias: tensors[name] for alias, name in tied.items()}}, fresh)
-    with open(fresh, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    try:
+        if path.suffix == ".safetensors":
+            # The format has neither strides nor views.
+            whole = {name: _on_its_own(value) for name, value in tensors.items()}
+            save_file(whole, fresh, metadata={"format": "pt", **tied})
+        else:
+            torch.save({**tensors, **{alias: tensors[name] for alias, name in tied.items()}}, fresh)
+        with open(fresh, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be made: {error.strerror}; give a directory that can be written"
+        ) from error
 
 
 def _on_its_own(value: Tensor) -> Tensor:

@@ -134,6 +134,10 @@ def _zero_to_fp32(
     debug: Annotated[bool, typer.Option("--debug", "-d", help="No effect.")] = False,
 ) -> None:
     """Write a checkpoint's weights in fp32, as whole tensors."""
+    try:
+        parse_size(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--max_shard_size'") from None
     convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )

@@ -49,7 +49,7 @@ __all__ = [
 
 
 def parse(
-    config: Mapping[str, Any] | str | os.PathLike[str] | Config, *, facts: AutoFacts | None = None
+    config: Mapping[str, Any] | str | os.PathLike[str] | RawConfig | Config, *, facts: AutoFacts | None = None
 ) -> Config:
     """Read and check a config; see `read_config` for the accepted forms. A `Config` is returned as it is.
 

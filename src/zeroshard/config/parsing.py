@@ -37,8 +37,8 @@ class RawConfig:
     """`file PATH`, `dict`, `text` or `base64 text`; messages begin with it."""
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig:
-    """Read a dict, a path, a JSON text, or the urlsafe base64 of a JSON text.
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | RawConfig) -> RawConfig:
+    """Read a dict, a path, a JSON text, or the urlsafe base64 of a JSON text; what has been read stays.
 
     A string with `{` or `[` in front, or of several lines, is a text. Any other string is a path; one that
     does not exist is tried as base64.
@@ -47,6 +47,8 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig
         ConfigError: the file is missing, empty, a directory or unreadable; the text is not JSON, has a key
             twice, or its top level is not an object. The message names the source, the line and the cure.
     """
+    if isinstance(config, RawConfig):
+        return config
     if isinstance(config, Mapping):
         _require_names(config, "")
         return RawConfig(data=plain(config), source="dict")

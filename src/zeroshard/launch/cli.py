@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 import zeroshard
-from zeroshard.console import guarded
+from zeroshard.console import guarded, run_parsed
+from zeroshard.interrupts import raise_again
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run_under"]
 
 app = typer.Typer(
     name="zeroshard",
@@ -91,11 +92,17 @@ ELSEWHERE = {
 }
 
 
+def _begin(name: str) -> Callable[..., int]:
+    """The function of a command of `ELSEWHERE`. From here on Ctrl-C is an exception, for it to put things away."""
+    module, _, function = ELSEWHERE[name].home.partition(":")
+    found: Callable[..., int] = getattr(importlib.import_module(module), function or "main")
+    raise_again()
+    return found
+
+
 def _add_elsewhere(name: str, command: _Elsewhere) -> None:
     def forward(context: typer.Context) -> int:
-        module, _, name = command.home.partition(":")
-        status: int = getattr(importlib.import_module(module), name or "main")(context.args)
-        return status
+        return _begin(name)(context.args)
 
     # The other wing parses its own options, `--help` included.
     app.command(
@@ -117,6 +124,9 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return guarded(
-        lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
-    )
+    return guarded(lambda: run_parsed(app, "zeroshard", words or ["--help"]), "zeroshard")
+
+
+def run_under(name: str, command: str, words: Sequence[str], **more: object) -> int:
+    """Run a command of `ELSEWHERE` that goes by another name in its help and messages."""
+    return guarded(lambda: _begin(command)(words, name=name, **more), name)

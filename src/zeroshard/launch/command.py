@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard import compat
 from zeroshard.errors import LaunchError
+from zeroshard.interrupts import held
 from zeroshard.launch.cores import cores_here, cut_cores, parse_core_list
 from zeroshard.launch.dry_run import show_job, show_node
 from zeroshard.launch.hosts import Hosts, select_hosts, visible_devices
@@ -43,17 +44,17 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-def run(words: Sequence[str], **defaults: object) -> int:
+def run(words: Sequence[str], name: str = "zeroshard run", **defaults: object) -> int:
     """Run one command line of `zeroshard run`; returns the exit status for the shell.
 
-    `defaults` are those of options that a command with another name has otherwise.
+    `defaults` are those of options that a command with another `name` has otherwise.
 
     Raises:
         LaunchError: the command line, the hostfile, a host or this machine does not allow it.
     """
     _open_standard_streams()
-    options = parse_options(words, **defaults)
-    show_from(options.log_level)
+    options = parse_options(words, name, **defaults)
+    show_from(options.log_level, name.partition(" ")[0])
     _require_script(options)
     if place_in_slurm(os.environ) is not None:
         options.no_ssh = True  # srun has started this command on every host
@@ -92,6 +93,10 @@ def _require_script(options: Options) -> None:
             if Path(options.script).is_file():
                 raise LaunchError(f"--no_python: {options.script!r} may not be executed (chmod +x)")
             raise LaunchError(f"--no_python: there is no program {options.script!r}, here or on the PATH")
+    elif Path(options.script).is_dir():
+        raise LaunchError(
+            f"{options.script!r} is a directory; give a file in it (with --module: a module name)"
+        )
     elif not Path(options.script).is_file():
         raise LaunchError(f"there is no file {options.script!r} (with --module: a module name)")
 
@@ -155,7 +160,7 @@ def _run_here(options: Options, place: Place, hosts: Hosts | None) -> int:
     """Be the launcher of this host's ranks."""
     if options.attached and not options.dry_run:
         hold_lifeline(beats=options.attached == "launcher")
-    with _quiet_cpp():
+    with held(), _quiet_cpp():
         from zeroshard.launch import runner
 
     slots, environment = _slots_here(options, place, hosts, os.environ)

@@ -1,43 +1,72 @@
-"""The commands that DeepSpeed installs, under their names and options."""
+"""The commands that DeepSpeed installs, under their names and options.
+
+Each runs the words it is given, or without any those of this process.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from zeroshard.console import guarded
+from zeroshard.interrupts import end_at_once, raise_again
 
-__all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh"]
+__all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh", "zero_to_fp32"]
 
 
-def deepspeed(argv: Sequence[str] | None = None) -> int:
+def _called(name: str) -> str:
+    """The name that this process was called by (`ds` is `deepspeed`, `dsr` is `ds_report`), `name` for a module."""
+    called = Path(sys.argv[0])
+    name = name if called.suffix == ".py" else called.name
+    end_at_once(name)
+    return name
+
+
+def deepspeed(words: Sequence[str] | None = None, name: str = "deepspeed") -> int:
     """`deepspeed script.py`: `zeroshard run`, with that command's defaults.
 
     Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
     """
-    from zeroshard.launch.command import run
+    if words is None:
+        words, name = sys.argv[1:], _called(name)
+    from zeroshard.launch.cli import run_under
 
-    words = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
+    return run_under(name, "run", words, as_deepspeed=True, pass_local_rank=True)
 
 
-def ds_ssh(argv: Sequence[str] | None = None) -> int:
+def ds_ssh(words: Sequence[str] | None = None) -> int:
     """`ds_ssh [-f HOSTFILE] command...`: the command on every host of the hostfile, at once."""
+    name = "ds_ssh"
+    if words is None:
+        words, name = sys.argv[1:], _called(name)
     from zeroshard.launch.everywhere import run_everywhere
 
-    return guarded(lambda: run_everywhere(sys.argv[1:] if argv is None else argv), "ds_ssh")
+    raise_again()
+    return guarded(lambda: run_everywhere(words), name)
 
 
 def ds_report() -> int:
     """`zeroshard report`; the original's options have no effect."""
-    from zeroshard.launch.cli import main
+    name = _called("ds_report")
+    from zeroshard.launch.cli import run_under
 
     known = {"--hide_operator_status", "--hide_errors_and_warnings"}
-    return main(["report", *(word for word in sys.argv[1:] if word not in known)])
+    return run_under(name, "report", [word for word in sys.argv[1:] if word not in known])
 
 
 def ds_bench() -> int:
     """`zeroshard bench`."""
-    from zeroshard.launch.cli import main
+    name = _called("ds_bench")
+    from zeroshard.launch.cli import run_under
 
-    return main(["bench", *sys.argv[1:]])
+    return run_under(name, "bench", sys.argv[1:])
+
+
+def zero_to_fp32() -> int:
+    """`zero_to_fp32.py checkpoint out`: weights as whole tensors."""
+    end_at_once("zero_to_fp32.py")
+    from zeroshard.compat.files import main
+
+    raise_again()
+    return main()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from zeroshard.errors import LaunchError
 from zeroshard.wording import first_few
 
 __all__ = [
+    "MOST_SLOTS",
     "Hosts",
     "expand_nodelist",
     "first_hosts",
     "parse_hostfile",
     "parse_numbers",
+    "read_hostfile",
     "select_hosts",
     "visible_devices",
 ]
@@ -28,6 +31,20 @@ Hosts = dict[str, tuple[int, ...]]
 # Commas join hosts for pdsh, mpirun and srun. The maximum is mpirun's, whose hostfile may serve here, too.
 _LINE = re.compile(r"([^\s,@-][^\s,]*)\s+slots\s*=\s*([0-9]{1,5})(?:\s+max[_-]slots\s*=\s*[0-9]+)?")
 _NODE_GROUP = re.compile(r"([^\[\],]*)(?:\[([^\]]*)\]([^\[\],]*))?(?:,|$)")
+
+
+MOST_SLOTS = 4096
+"""Of one host: more is a slip, and would take the machine down before anybody could say so."""
+
+
+def read_hostfile(file: Path, option: str) -> Hosts:
+    """The hosts of a file that `option` names. Raises LaunchError, also when the file cannot be read."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LaunchError(f"{option} {file} cannot be read: {why}") from None
+    return parse_hostfile(text, str(file))
 
 
 def parse_hostfile(text: str, source: str) -> Hosts:
@@ -47,6 +64,10 @@ def parse_hostfile(text: str, source: str) -> Hosts:
         host, slots = match[1], int(match[2])
         if slots == 0:
             raise LaunchError(f"{source}, line {number}: host {host!r} has 0 slots; leave it out instead")
+        if slots > MOST_SLOTS:
+            raise LaunchError(
+                f"{source}, line {number}: host {host!r} has {slots} slots; at most {MOST_SLOTS} can be given"
+            )
         if host.lower() in map(str.lower, hosts):
             raise LaunchError(f"{source}, line {number}: host {host!r} is there twice; give it one line")
         hosts[host] = tuple(range(slots))

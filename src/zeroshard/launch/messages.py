@@ -1,4 +1,4 @@
-"""What the launcher itself has to say: lines on stderr that begin with `zeroshard:`."""
+"""What the launcher itself has to say: lines on stderr that begin with its name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ __all__ = ["log", "show_from"]
 
 
 class _Lines(logging.Handler):
-    """Prints to what is stderr at that moment."""
+    """Prints to what is stderr at that moment, after the name of the command."""
+
+    name_of_command = "zeroshard"
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-            print(f"zeroshard: {record.getMessage()}", file=sys.stderr, flush=True)
+            print(f"{self.name_of_command}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 log = logging.getLogger("zeroshard.launch")
-log.addHandler(_Lines())
+_lines = _Lines()
+log.addHandler(_lines)
 log.propagate = False
 
 
-def show_from(level: str) -> None:
-    """Show lines from `level` on."""
+def show_from(level: str, name: str = "zeroshard") -> None:
+    """Show lines from `level` on, of a command with this name."""
+    _lines.name_of_command = name
     log.setLevel(level.upper())

@@ -7,15 +7,16 @@ script's, even if it looks like ours.
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.hosts import parse_numbers
+from zeroshard.launch.hosts import MOST_SLOTS, parse_numbers
 from zeroshard.launch.remote import LAUNCHERS
 
-__all__ = ["DEFAULT_HOSTFILE", "Options", "build_parser", "parse_options"]
+__all__ = ["DEFAULT_HOSTFILE", "OneLine", "Options", "build_parser", "parse_options"]
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 
@@ -66,7 +67,9 @@ class Options(argparse.Namespace):
     attached: str | None  # launcher: it also takes signals from there, and reports failures as records
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLine(argparse.ArgumentParser):
+    """A parser whose errors are LaunchErrors."""
+
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
         """The options that a word abbreviates: one, in whichever spelling, or none.
 
@@ -76,7 +79,12 @@ class _Parser(argparse.ArgumentParser):
         return found[:1] if len({action.dest for action, *_ in found}) == 1 else []
 
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(message.replace("the following arguments are required:", "missing:"))
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            message = f"there is no option {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+        raise LaunchError(message)
 
 
 def _spellings(*names: str) -> list[str]:
@@ -87,14 +95,16 @@ def _spellings(*names: str) -> list[str]:
 class _Number:
     """Parses a whole number of at least `least`; -1, DeepSpeed's way to say nothing, is None."""
 
-    def __init__(self, least: int) -> None:
-        self.least = least
+    def __init__(self, least: int, most: int | None = None) -> None:
+        self.least, self.most = least, most
 
     def __call__(self, text: str) -> int | None:
         if text == "-1":
             return None
         if not (text.isascii() and text.isdigit() and int(text) >= self.least):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {self.least}")
+        if self.most is not None and int(text) > self.most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {self.most}, the most that can be given")
         return int(text)
 
 
@@ -131,10 +141,10 @@ def _launcher(text: str) -> str:
     return text.lower()
 
 
-def build_parser(**defaults: object) -> argparse.ArgumentParser:
+def build_parser(name: str = "zeroshard run", **defaults: object) -> argparse.ArgumentParser:
     """The parser; `defaults` are those that the command called `deepspeed` has otherwise."""
-    parser = _Parser(
-        prog="zeroshard run",
+    parser = OneLine(
+        prog=name,
         usage="%(prog)s [options] script [the script's arguments]",
         description="Run a script on N ranks of this machine, or of every host of a hostfile. "
         "A run that hangs: ZEROSHARD_DEBUG=collectives says who is where.",
@@ -157,8 +167,8 @@ def build_parser(**defaults: object) -> argparse.ArgumentParser:
 def _add_where(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where")
     add = group.add_argument
-    add(*_spellings("nproc", "num_gpus", "num_accelerators"), "-n", dest="num_gpus", metavar="N", type=_Number(1),
-        help="ranks per host; default: one per accelerator or slot, or 2")  # fmt: skip
+    add(*_spellings("nproc", "num_gpus", "num_accelerators"), "-n", dest="num_gpus", metavar="N",
+        type=_Number(1, MOST_SLOTS), help="ranks per host; default: one per accelerator or slot, or 2")  # fmt: skip
     add("-H", *_spellings("hostfile"), default=DEFAULT_HOSTFILE, metavar="FILE",
         help="lines 'host slots=N' (default: %(default)s, if it is there); empty: none")  # fmt: skip
     add("-i", *_spellings("include"), default="", metavar="NODES",
@@ -187,7 +197,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add(*_spellings("ssh_port"), type=_port, metavar="PORT", help="port of sshd on the hosts")
     add(*_spellings("no_ssh_check"), action="store_true", help="start without asking the hosts first")
     add(*_spellings("force_multi"), action="store_true", help="use the launcher for one host, too")
-    add(*_spellings("venv_script"), metavar="FILE", help="sourced on each host first; python is then its")
+    add(*_spellings("venv_script"), metavar="FILE",
+        help="shell script, sourced on each other host first; python is then that of its environment")  # fmt: skip
     add(*_spellings("max_restarts"), type=_Number(0), default=0, metavar="N",
         help="start all ranks again, N times at most, when one fails")  # fmt: skip
     add(*_spellings("dry_run"), action="store_true",
@@ -203,7 +214,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
     add(*_spellings("no_python"), action="store_true", help="the script is a program of its own")
     add(*_spellings("pass_local_rank"), action="store_true",
         help="put --local_rank=N before the script's arguments, as the deepspeed command does")  # fmt: skip
-    add(*_spellings("no_local_rank"), action="store_true", help="do not")
+    add(*_spellings("no_local_rank"), action="store_true", help="do not pass it")
     add(*_spellings("as_deepspeed"), action="store_const", const=True, default=None,
         help="`import deepspeed` finds zeroshard; default: where no DeepSpeed is installed")  # fmt: skip
     add(
@@ -211,7 +222,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=False,
         dest="as_deepspeed",
-        help="it does not",
+        help="`import deepspeed` finds what is installed, or nothing",
     )
     add(*_spellings("bind_cores_to_rank"), action="store_true",
         help="cut the cores of a host into one part per rank")  # fmt: skip
@@ -225,20 +236,21 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="what rank R prints goes to DIR/<time>_rank<R>.log")  # fmt: skip
     add(*_spellings("save_pid"), action="store_true", help="write this process's id to /tmp/<pid>.deepspeed")
     add(*_spellings("log_level"), type=str.lower, default="info", metavar="LEVEL",
-        choices=("debug", "info", "warning", "error", "critical"), help="of the launcher's own lines")  # fmt: skip
+        choices=("debug", "info", "warning", "error", "critical"),
+        help="of the launcher's own lines: debug, info (default), warning, error, critical")  # fmt: skip
     add("-q", *_spellings("quiet"), action="store_true", help="only errors")
 
 
-def parse_options(words: Sequence[str], **defaults: object) -> Options:
+def parse_options(words: Sequence[str], name: str = "zeroshard run", **defaults: object) -> Options:
     """`words` as options, complete and free of contradictions.
 
     Raises:
         LaunchError: an option that is unknown, malformed, refused, or contradicts another one.
     """
-    options = build_parser(**defaults).parse_args(list(words), namespace=Options())
+    options = build_parser(name, **defaults).parse_args(list(words), namespace=Options())
     given = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not given:
-        raise LaunchError("missing: script")
+        raise LaunchError(f"give a script to run; `{name} --help` has the options")
     options.script, *options.script_args = given
     for name, cure in _REFUSED.items():
         if getattr(options, name) not in ("", "-1", False):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.forwarding import forwarded_environment
-from zeroshard.launch.hosts import Hosts, expand_nodelist, first_hosts, parse_hostfile, select_hosts
+from zeroshard.launch.hosts import Hosts, expand_nodelist, first_hosts, read_hostfile, select_hosts
 from zeroshard.launch.options import DEFAULT_HOSTFILE, Options
 from zeroshard.launch.remote import HostCommand, Job
 
@@ -26,7 +26,6 @@ __all__ = [
     "place_in_slurm",
     "place_of",
     "plan_job",
-    "read_hostfile",
 ]
 
 DEFAULT_PORT = 29500
@@ -54,7 +53,7 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
     """The hosts and slots of the job, in order; None is this machine alone, with what it has."""
     named = Path(options.hostfile) if options.hostfile else None
     if named is not None and named.exists():
-        pool = read_hostfile(named)
+        pool = read_hostfile(named, "--hostfile")
     elif _in_allocation(environ):
         given = environ.get("SLURM_GPUS_ON_NODE", "")
         slots = options.num_gpus or (int(given) if given.isdigit() else 1)
@@ -67,14 +66,6 @@ def choose_hosts(options: Options, environ: Mapping[str, str]) -> Hosts | None:
     if least is not None and least < (most or least):
         most = max(least, min(most or least, len(chosen)))
     return first_hosts(chosen, most, options.num_gpus)
-
-
-def read_hostfile(file: Path) -> Hosts:
-    """The hosts of a file that `--hostfile` names."""
-    try:
-        return parse_hostfile(file.read_text(encoding="utf-8-sig"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"--hostfile {file} cannot be read: {error}") from None
 
 
 def _require_one_host(options: Options) -> None:

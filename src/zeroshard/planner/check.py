@@ -166,7 +166,7 @@ def check(
         int | None,
         typer.Option(min=1, help="Optimizer steps of every run; default: what the row needs, 1 to 5."),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks (CPU processes).")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks (CPU processes).")] = 2,
     only: Annotated[
         str | None, typer.Option(help="Run the rows whose name contains this, such as Muon or loop.")
     ] = None,

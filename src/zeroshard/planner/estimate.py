@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from zeroshard.config import read_config
+from zeroshard.config import RawConfig, parse, read_config
 from zeroshard.console import command_line
 from zeroshard.memory import CATEGORIES, MemoryBill
 from zeroshard.planner import estimators
@@ -28,6 +28,7 @@ __all__ = ["Estimate", "estimate", "main"]
 
 STAGES = (0, 1, 2, 3)
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _MOST_PARAMETERS = 10**17
 """Of which torch can still number the bytes, optimizer state and all."""
 _NOT_YET = "zeroshard does not offload yet"
@@ -67,7 +68,7 @@ class Estimate:
         return self.bill.total + self.module_buffers
 
 
-def estimate(build: Callable[[], nn.Module], raw: Mapping[str, Any], ranks: int) -> Estimate:
+def estimate(build: Callable[[], nn.Module], raw: Mapping[str, Any] | RawConfig, ranks: int) -> Estimate:
     """The bill of the model that `build` returns, under the config `raw`, on `ranks` ranks.
 
     `build` runs with fake tensors. Raises ConfigError or ModelError as `initialize` does.
@@ -123,8 +124,10 @@ def _command(
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16. Default: the config's, or bf16.")
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on each node.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", min=1, max=1_000_000, help="Ranks on each node.")
+    ] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON, in bytes.")] = False,
 ) -> int:
     """Print what a model takes on each rank at ZeRO stages 0 to 3, counted from the layout, with DeepSpeed's
@@ -133,7 +136,7 @@ def _command(
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     build = _subject(model, params, largest_layer)
     raw, wished = _settings(config, dtype)
-    stages = stage or ([raw["zero_optimization"].get("stage", 0)] if config is not None else STAGES)
+    stages = stage or ([raw.data["zero_optimization"].get("stage", 0)] if config is not None else STAGES)
     rows = [estimate(build, _at(raw, number), ranks * nodes) for number in dict.fromkeys(stages)]
     name = model or f"{params} parameters"
     if as_json:
@@ -158,15 +161,20 @@ def _subject(model: str | None, params: str | None, largest: str | None) -> Call
     return layers_of(_number(params, "--params"), _number(largest, "--largest-layer"))
 
 
-def _settings(file: Path | None, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
+def _settings(file: Path | None, dtype: str | None) -> tuple[RawConfig, list[str]]:
     """The config to estimate with, and what it wants to offload: offload is left out of it."""
-    raw: dict[str, Any] = {} if file is None else deepcopy(dict(read_config(file).data))
+    read = RawConfig(data={}, source="dict") if file is None else read_config(file)
+    if not isinstance(read.data.get("zero_optimization", {}), Mapping):
+        parse(read)  # says what is wrong with it
+    raw: dict[str, Any] = deepcopy(dict(read.data))
     zero = raw["zero_optimization"] = dict(raw.get("zero_optimization") or {})
     wished = []
     for key in _OFFLOADS:
         section = zero.pop(key, None)
         if isinstance(section, Mapping) and section.get("device", "none") not in ("none", None):
             wished.append(f"{key}={section['device']}")
+    if raw.get("train_batch_size") == "auto":
+        raw.setdefault("train_micro_batch_size_per_gpu", "auto")
     raw.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     sections = {section for section in ("bf16", "bfloat16", "fp16") if section in raw}
     if dtype is not None or not sections:
@@ -174,11 +182,12 @@ def _settings(file: Path | None, dtype: str | None) -> tuple[dict[str, Any], lis
             del raw[section]
         if dtype != "fp32":
             raw[dtype or "bf16"] = {"enabled": True}
-    return raw, wished
+    return RawConfig(data=raw, source=read.source), wished
 
 
-def _at(raw: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    return {**raw, "zero_optimization": {**raw["zero_optimization"], "stage": stage}}
+def _at(raw: RawConfig, stage: int) -> RawConfig:
+    zero = {**raw.data["zero_optimization"], "stage": stage}
+    return RawConfig(data={**raw.data, "zero_optimization": zero}, source=raw.source)
 
 
 def _deepspeed(row: Estimate, ranks: int, nodes: int, *offloaded: str) -> tuple[int, int] | None:
@@ -249,11 +258,14 @@ def _as_text(name: str, rows: Sequence[Estimate], ranks: int, nodes: int, wished
     first = rows[0]
     known = [_deepspeed(row, ranks, nodes) for row in rows]
     offloads = _offloads(rows, ranks, nodes)
-    largest = max([row.total for row in rows] + [max(device, host) for *_, device, host in offloads])
-    unit, size = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    totals = [row.total for row in rows]
+    formulas = [two for two in known if two is not None] + [two for _, _, *two in offloads]
+    largest = max(totals + [max(two) for two in formulas])
+    unit, size = next((unit, size) for unit, size in _UNITS if largest >= size or size == 1e3)
+    width = max(12, len(f"{largest / size:,.3f}") + 2)
 
     def line(title: str, values: Sequence[int | None], unknown: str = "-") -> str:
-        cells = (f"{unknown:>12}" if value is None else f"{value / size:12,.3f}" for value in values)
+        cells = (f"{unknown if value is None else f'{value / size:,.3f}':>{width}}" for value in values)
         return f"{title:30}" + "".join(cells)
 
     lines = [
@@ -261,7 +273,7 @@ def _as_text(name: str, rows: Sequence[Estimate], ranks: int, nodes: int, wished
         f"{ranks * nodes} ranks ({nodes} x {ranks}), {first.dtype}, {first.optimizer}, "
         f"{first.accumulation_steps} micro-batch(es) per step; {unit} = {size:g} bytes",
         "",
-        f"{'on each rank':30}" + "".join(f"{f'stage {row.stage}':>12}" for row in rows),
+        f"{'on each rank':30}" + "".join(f"{f'stage {row.stage}':>{width}}" for row in rows),
     ]
     for index, category in enumerate(CATEGORIES):
         lines.append(line(category, [row.bill.rows()[index][1] for row in rows], "unknown"))
@@ -276,10 +288,10 @@ def _as_text(name: str, rows: Sequence[Estimate], ranks: int, nodes: int, wished
     ]
     if offloads:
         lines += ["", f"with offload: {_NOT_YET}, so these are DeepSpeed's formulas alone"]
-        lines.append(f"{'':46}{'device':>12}{'host/node':>12}")
+        lines.append(f"{'':46}{'device':>{width}}{'host/node':>{width}}")
     for stage, what, device, host in offloads:
         title = f"stage {stage}, {', '.join(what)}"
-        lines.append(f"{title:46}{device / size:12,.3f}{host / size:12,.3f}")
+        lines.append(f"{title:46}{f'{device / size:,.3f}':>{width}}{f'{host / size:,.3f}':>{width}}")
     if wished:
         lines.append(
             f"The config asks for {', '.join(wished)}: {_NOT_YET}; zeroshard's figures are without it."

@@ -24,9 +24,13 @@ from zeroshard.testing.models import tiny, tiny_batch
 __all__ = ["explain", "main", "planned_engine"]
 
 
+_TABLE_WIDTH = 100
+"""Where the terminal is narrower, or there is none, lines run over: figures cut short would say nothing."""
+
+
 def explain(
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=1_000_000, help="Data-parallel ranks.")] = 2,
     persistence: Annotated[int, typer.Option(min=0, help="stage3_param_persistence_threshold.")] = 200,
     prefetch: Annotated[int, typer.Option(min=0, help="stage3_prefetch_bucket_size.")] = 50_000,
     max_live: Annotated[int, typer.Option(min=0, help="stage3_max_live_parameters.")] = 1_000_000_000,
@@ -45,6 +49,7 @@ def explain(
         "zero_hpz_partition_size": hpz,
     }
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _TABLE_WIDTH)
     with planned_engine(zero, ranks) as engine:
         _print_buckets(console, engine)
         schedule = engine.schedule

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.assembly import build_engine, policy_of
 from zeroshard.comm import FakeCollectives
-from zeroshard.config import parse, require_supported
+from zeroshard.config import RawConfig, parse, require_supported
 from zeroshard.engine import Engine
 from zeroshard.initialization import facts_of
 from zeroshard.materialize import Groups
@@ -27,7 +27,7 @@ __all__ = ["rehearse"]
 
 @contextlib.contextmanager
 def rehearse(
-    build: Callable[[], nn.Module], raw: Mapping[str, Any], ranks: int, **assumed: Any
+    build: Callable[[], nn.Module], raw: Mapping[str, Any] | RawConfig, ranks: int, **assumed: Any
 ) -> Iterator[Engine]:
     """The engine of `raw`, a config, over what `build` returns, as rank 0 of `ranks`; inside the block all tensors
     are fake. `assumed`: fields of `AutoFacts` for what the config leaves to "auto" and the model does not tell.

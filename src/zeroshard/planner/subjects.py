@@ -41,7 +41,7 @@ def _named(spec: str, build: Callable[[], Any]) -> Callable[[], nn.Module]:
     def checked() -> nn.Module:
         try:
             model = build()
-        except Exception as error:  # whatever the code of others raises
+        except (Exception, SystemExit) as error:  # whatever the code of others raises
             raise ModelError(f"{spec}: the model cannot be built: {in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise ModelError(f"{spec}: it gave {type(model).__name__}, not a torch.nn.Module")
@@ -54,7 +54,7 @@ def _imported(module: str, name: str) -> Callable[[], Any]:
     sys.path.insert(0, "")  # as `python -m` has it
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{module}:{name}: importing {module!r} raised {in_one_line(error)}") from error
     finally:
         sys.path.remove("")

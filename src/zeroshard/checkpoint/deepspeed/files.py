@@ -60,7 +60,7 @@ def tag_directory(directory: Path, tag: str | None) -> Path:
         return _existing(directory / tag, f"tag {tag!r}", directory)
     for pointer in ("latest", "latest_universal"):
         if (directory / pointer).is_file():
-            named = (directory / pointer).read_text().strip()
+            named = (directory / pointer).read_text(errors="replace").strip()
             return _existing(directory / named, f"{directory / pointer} names {named!r}", directory)
     if any(directory.glob("*_model_states.pt")):
         return directory
