@@ -183,7 +183,7 @@ def _slots_here(
     from zeroshard.launch.runner import accelerators_here
 
     count = accelerators_here()
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     name = _VISIBLE.get("cuda" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
     hidden = environ.get(name, "") in ("", "-1")
     if count == 0 and not hidden and torch.version.cuda is not None:
