@@ -16,6 +16,7 @@ import typer
 
 import zeroshard
 from zeroshard.console import guarded
+from zeroshard.launch.processes import hangup_stays_ignored
 
 __all__ = ["app", "deepspeed_command", "ds_ssh", "main"]
 
@@ -117,9 +118,10 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return guarded(
-        lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
-    )
+    with hangup_stays_ignored():
+        return guarded(
+            lambda: app(words or ["--help"], prog_name="zeroshard", standalone_mode=False), "zeroshard"
+        )
 
 
 def deepspeed_command(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +132,8 @@ def deepspeed_command(argv: Sequence[str] | None = None) -> int:
     from zeroshard.launch.command import run
 
     words = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
+    with hangup_stays_ignored():
+        return guarded(lambda: run(words, as_deepspeed=True, pass_local_rank=True), "deepspeed")
 
 
 def ds_ssh(argv: Sequence[str] | None = None) -> int:

@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["child_processes", "end_this_process", "kill_session"]
+__all__ = ["child_processes", "end_this_process", "hangup_stays_ignored", "kill_session"]
 
 _SECONDS_TO_LEAVE = 3.0
 _SECONDS_TO_STOP_RANKS = 25.0  # a little more than torchrun's own limit
@@ -54,3 +56,20 @@ def end_this_process(number: signal.Signals, status: int) -> None:
         os._exit(status)  # ranks end with this process
 
     threading.Thread(target=make_sure, name="end", daemon=True).start()
+
+
+@contextmanager
+def hangup_stays_ignored() -> Iterator[None]:
+    """Where SIGHUP is ignored, as under nohup, it is blocked as well: torchrun makes a handler for it all the same.
+
+    Entered before any thread is started, so before numpy or torch is imported: threads inherit it, and one that
+    did not would hear the signal for the whole process. `child` undoes it for ranks.
+    """
+    ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)  # drops one that has come
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
