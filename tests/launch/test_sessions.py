@@ -214,8 +214,14 @@ from zeroshard.launch import lifeline, processes
 state, beats = sys.argv[1:]
 lifeline._SILENCE_SECONDS = 2.0
 processes._SECONDS_TO_LEAVE = 0.2 if state == "stuck" else 1000.0
+def hang():
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
 if state != "no ranks":
     def stop(number, frame):
+        if state == "stuck":  # heard before it was
+            hang()
         print("stopped by", signal.Signals(number).name, flush=True)
         sys.exit(9)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -223,9 +229,7 @@ if state != "no ranks":
 lifeline.hold_lifeline(beats=beats == "beats")
 assert os.read(0, 1) == b""  # the ranks read nothing there
 if state == "stuck":
-    mutex = ctypes.create_string_buffer(128)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    hang()
 for _ in range(300):
     time.sleep(0.1)  # as torchrun, which looks after its ranks
 """
