@@ -60,7 +60,7 @@ def over_ranks(values: Sequence[Any], how: Any, divisor: int = 1) -> list[float]
 
 
 def device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def synchronize() -> None:

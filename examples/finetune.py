@@ -253,7 +253,7 @@ def train(engine: Any, loader: Iterable[Tensor], arguments: argparse.Namespace) 
         TimeRemainingColumn(),
         console=console,
     )
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     recent: list[float] = []  # losses of rank 0 since the last line
     engine.train()
     with progress:
@@ -356,7 +356,7 @@ def run(arguments: argparse.Namespace) -> None:
     data, held_out = load_text(codec, arguments.seq, arguments.batch)
     model = task.build()
     engine, loader = initialize(model, data, arguments)
-    held_out = held_out.to(torch.accelerator.current_accelerator() or torch.device("cpu"))
+    held_out = held_out.to(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
 
     before = held_out_loss(engine, held_out)
     say_something(engine, model, codec, "before")

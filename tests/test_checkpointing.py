@@ -80,7 +80,7 @@ def test_no_activation_is_kept() -> None:
     x = torch.randn(2, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         checkpointing.checkpoint(layers, x)
-    assert saved == [x.numel()]
+    assert sum(saved) == x.numel()  # torch 2.9 saves an empty tensor too
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -103,7 +103,7 @@ def test_inputs_move_to_host_memory_once(monkeypatch: pytest.MonkeyPatch, nested
     checkpointing.configure(checkpoint_in_cpu=True)
     again = gradients(lambda: checkpointing.checkpoint(outer, x).sum(), x, inner.weight)
     assert all(map(torch.equal, plain, again))
-    assert [t.shape for t in moved] == [x.shape]
+    assert [t.shape for t in moved if t.numel()] == [x.shape]  # torch 2.9 saves an empty one too
 
 
 def test_random_numbers_are_the_same_again() -> None:

@@ -13,6 +13,7 @@ import zeroshard
 from zeroshard.config import iter_keys
 
 SOURCE = Path(zeroshard.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def test_public_names_resolve() -> None:
@@ -70,6 +71,13 @@ import zeroshard
 print(time.process_time() - start)
 """
     assert any(float(run(code).stdout) <= 0.2 for _ in range(3))
+
+
+def test_the_accelerator_is_one_that_is_there() -> None:
+    """A torch built for CUDA names cuda on a host that has none, unless told to look."""
+    for folder in (SOURCE, ROOT / "benchmarks", ROOT / "examples"):
+        for file in folder.rglob("*.py"):
+            assert "current_accelerator()" not in file.read_text(), file
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -477,7 +477,10 @@ def trim_heap() -> None:
 
 def _has_views(parameter: nn.Parameter) -> bool:
     """Somebody else holds its storage: it counts the parameter, and the handle that is made here to ask."""
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
+    handle = (
+        parameter.untyped_storage()
+    )  # kept: torch 2.9 lets go of its count with it, later releases do not
+    return int(torch._C._storage_Use_Count(handle._cdata)) > 2
 
 
 def _chunks(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:

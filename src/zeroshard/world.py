@@ -84,11 +84,8 @@ def _of_group(origin: str) -> World:
 
 def _local_device(env: Mapping[str, str]) -> torch.device:
     """This process's accelerator, by LOCAL_RANK; CPU where there is none."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    if accelerator.type == "mps":  # no float64 and no process group of its own
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":  # no float64 and no process group of its own
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     index = int(env.get("LOCAL_RANK", torch.accelerator.current_device_index()))

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 import zeroshard.compat
 from zeroshard.compat.modules import absent, reason_for, resolve
 from zeroshard.compat.names import ABSENT, COMMANDS, MODULES
 from zeroshard.errors import NotYetError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # which pytest brings
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 STANDIN = str(zeroshard.compat.standin_directory())

@@ -450,7 +450,7 @@ def work(rank, world):
 
 if __name__ == "__main__":
     try:
-        RankPool(2).run(work)
+        RankPool(2, quiet=True).run(work)
     except Exception as error:
         print(str(error).count("signal 9"))
 """

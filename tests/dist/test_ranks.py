@@ -26,6 +26,10 @@ def process_id(rank: int, world: int) -> int:
     return os.getpid()
 
 
+def write_to_stdout(rank: int, world: int) -> None:
+    os.write(1, b"from below Python\n")
+
+
 def fail_on_one(rank: int, world: int) -> str:
     if rank == 1:
         raise ValueError("the reason is 42")
@@ -57,6 +61,15 @@ def test_results_come_back_in_rank_order_and_workers_are_reused(ranks2: RankPool
     first = ranks2.run(process_id)
     assert first == ranks2.run(process_id) == ranks2.process_ids()
     assert os.getpid() not in first
+
+
+def test_quiet_ranks_write_nothing_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with RankPool(1) as pool:
+        pool.run(write_to_stdout)
+    assert "from below Python" in capfd.readouterr().out
+    with RankPool(1, quiet=True) as pool:
+        pool.run(write_to_stdout)
+    assert capfd.readouterr().out == ""
 
 
 def test_an_exception_brings_its_traceback_and_releases_the_others(ranks2: RankPool) -> None:
@@ -101,7 +114,7 @@ def stall(rank, world):
     time.sleep(100)
 
 if __name__ == "__main__":
-    pool = RankPool(2)
+    pool = RankPool(2, quiet=True)
     print(*pool.run(work), flush=True)
     if sys.argv[1] == "die":
         os.kill(os.getpid(), 9)

@@ -206,10 +206,11 @@ def test_a_program_that_cannot_start_is_one_line(zeroshard: Launch, tmp_path: Pa
 
 
 def test_nohup_holds(tmp_path: Path, clean_environment: dict[str, str]) -> None:
-    """torchrun, which does the work, answers SIGHUP even where it is ignored."""
+    """torchrun, which does the work, answers SIGHUP even where it is ignored. Ranks find it as nohup has it."""
     script = write(
         tmp_path,
-        "import pathlib, time\npathlib.Path('up').touch()\n"
+        "import pathlib, signal, time\nassert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
+        "assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())\npathlib.Path('up').touch()\n"
         "while not pathlib.Path('go').exists(): time.sleep(0.02)\n",
     )
     words = [sys.executable, "-m", "zeroshard", "run", "-n", "1", script]

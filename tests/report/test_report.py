@@ -126,6 +126,21 @@ def test_a_fast_path_that_is_off_says_why(
     assert told["environment"]["ZEROSHARD_SHARED_MEMORY"] == "0"
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the kind that torch was built for is there")
+def test_a_torch_for_cuda_without_a_device_is_a_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a build names cuda, unless it is asked for what is there."""
+    plain = report(capsys)
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    told = report(capsys)
+    assert (told["devices"], told["fast paths"]) == ([], plain["fast paths"])
+
+
 def test_secrets_stay_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -139,8 +139,8 @@ def _judge(row: _Row, blocked: torch.Tensor, group: LoggedGroup) -> None:
 
 def _device() -> torch.device:
     """Where the collectives take place."""
-    if dist.is_initialized() and dist.get_backend() != "gloo" and torch.accelerator.is_available():
-        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    if dist.is_initialized() and dist.get_backend() != "gloo":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return torch.device("cpu")
 
 

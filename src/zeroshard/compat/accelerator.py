@@ -20,7 +20,7 @@ class Accelerator:
     """The device that a run trains on, with the methods scripts call. `torch` has all of them in other places."""
 
     def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = torch.accelerator.current_accelerator(check_available=True)
         self._name = "cpu" if found is None or found.type == "mps" else found.type
 
     @property

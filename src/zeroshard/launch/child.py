@@ -1,8 +1,9 @@
 """Between a launcher and a program: `python child.py SIGNAL PARENT LOCAL_RANK CORES -- program...`.
 
-Becomes the program, in the same process, after two things that are inherited: it gets SIGNAL when PARENT, which
-started it, ends, however that one ended (Linux); and it stays on its cores, CORES being `0,1/2,3` with one part per
-local rank, or `-`. Run as a file, with the standard library alone, so that it costs a few milliseconds.
+Becomes the program, in the same process, after three things that are inherited: it gets SIGNAL when PARENT, which
+started it, ends, however that one ended (Linux); it stays on its cores, CORES being `0,1/2,3` with one part per
+local rank, or `-`; and it ignores SIGHUP if PARENT has blocked it. Run as a file, with the standard library alone,
+so that it costs a few milliseconds.
 """
 
 import os
@@ -25,6 +26,14 @@ def _end_with_parent(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
+def _ignore_what_is_blocked() -> None:
+    """A parent with a handler for SIGHUP cannot hand down that it is ignored: that becomes the default again."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGHUP}
+    for number in held:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+
+
 def _become(program: list[str]) -> None:
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a program that finds them so keeps them so
         signal.signal(ignored, signal.SIG_DFL)
@@ -41,4 +50,5 @@ if __name__ == "__main__":
         _end_with_parent(number, parent)
         if cores != "-":
             os.sched_setaffinity(0, {int(core) for core in cores.split("/")[local_rank].split(",")})
+    _ignore_what_is_blocked()
     _become(sys.argv[6:])

@@ -17,6 +17,7 @@ import typer
 import zeroshard
 from zeroshard.console import guarded, run_parsed
 from zeroshard.interrupts import raise_again
+from zeroshard.launch.processes import hangup_stays_ignored
 
 __all__ = ["app", "main", "run_under"]
 
@@ -124,9 +125,11 @@ for _name, _command in ELSEWHERE.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return guarded(lambda: run_parsed(app, "zeroshard", words or ["--help"]), "zeroshard")
+    with hangup_stays_ignored():
+        return guarded(lambda: run_parsed(app, "zeroshard", words or ["--help"]), "zeroshard")
 
 
 def run_under(name: str, command: str, words: Sequence[str], **more: object) -> int:
     """Run a command of `ELSEWHERE` that goes by another name in its help and messages."""
-    return guarded(lambda: _begin(command)(words, name=name, **more), name)
+    with hangup_stays_ignored():
+        return guarded(lambda: _begin(command)(words, name=name, **more), name)

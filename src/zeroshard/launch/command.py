@@ -198,7 +198,7 @@ def _slots_here(
     from zeroshard.world import VISIBLE_DEVICES
 
     count = accelerators_here()
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     name = VISIBLE_DEVICES.get("cuda" if kind is None else kind.type, VISIBLE_DEVICES["cuda"])
     hidden = environ.get(name, "").strip() in ("", "-1", "NoDevFiles")  # the last one is SLURM's
     if count == 0 and not hidden and torch.version.cuda is not None:

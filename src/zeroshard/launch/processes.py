@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["child_processes", "end_children", "end_this_process", "heir_of_orphans", "kill_session"]
+__all__ = [
+    "child_processes",
+    "end_children",
+    "end_this_process",
+    "hangup_stays_ignored",
+    "heir_of_orphans",
+    "kill_session",
+]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS_BETWEEN_BURIALS = 10.0
@@ -113,3 +120,23 @@ def end_this_process(number: signal.Signals, status: int) -> None:
         os._exit(status)
 
     threading.Thread(target=make_sure, name="end", daemon=True).start()
+
+
+@contextmanager
+def hangup_stays_ignored() -> Iterator[None]:
+    """Where SIGHUP is ignored, as under nohup, it is blocked as well: torchrun makes a handler for it all the same.
+
+    Entered before any thread is started, so before numpy or torch is imported: threads inherit it, and one that
+    did not would hear the signal for the whole process. `child` undoes it for ranks.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)  # drops one that has come
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

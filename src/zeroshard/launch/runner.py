@@ -170,7 +170,7 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         raise LaunchError(f"port {port} is in use on this machine: choose another one with --master_port")
     static = port != 0 and not _is_elastic(node)
     local = address if place.alone else own_address(address) or address
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=place.min_nodes,
         max_nodes=place.max_nodes,
         nproc_per_node=node.ranks,
@@ -184,9 +184,6 @@ def _launch_config(node: Node, output: RankOutput) -> LaunchConfig:
         monitor_interval=_POLL_SECONDS,
         logs_specs=output,
     )
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: torch would answer it all the same
-        config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-    return config
 
 
 def _is_elastic(node: Node) -> bool:

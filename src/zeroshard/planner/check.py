@@ -197,7 +197,7 @@ def check(
     )
     console.print(f"{'':{NAME_WIDTH}}{'steps':>6}" + "".join(f"{f'stage {stage}':>10}" for stage in STAGES))
     failed = 0
-    with RankPool(ranks) as pool:
+    with RankPool(ranks, quiet=True) as pool:  # nothing of theirs in the table
         for row in rows:
             console.print(f"{row.title:{NAME_WIDTH}}{steps or row.steps:6}", end="")
             failed += _run(subject, row, steps or row.steps, pool, console)

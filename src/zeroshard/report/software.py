@@ -85,10 +85,9 @@ def _driver_version() -> str | None:
 
 def devices() -> list[dict[str, Any]]:
     """Accelerators that this process sees, in their order: type, name, bytes of memory."""
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return []
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     module = torch.get_device_module(kind)
     found = []
     for index in range(torch.accelerator.device_count()):
@@ -115,7 +114,7 @@ def environment() -> dict[str, str]:
 
 
 def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _shared_memory() -> Told:

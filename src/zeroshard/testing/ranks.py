@@ -66,12 +66,16 @@ class _Worker:
 
 
 class RankPool:
-    """`size` worker processes of one gloo group, started at first use, one torch thread each."""
+    """`size` worker processes of one gloo group, started at first use, one torch thread each.
 
-    def __init__(self, size: int) -> None:
+    `quiet` drops what they write to stdout, also from C++: gloo of torch 2.9 prints a line for each group.
+    """
+
+    def __init__(self, size: int, *, quiet: bool = False) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, got {size}")
         self.size = size
+        self._quiet = quiet
         self._workers: list[_Worker] = []
         self._directory = ""
         self._lock = threading.Lock()
@@ -131,7 +135,7 @@ class RankPool:
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.size, self._directory),
+                args=(theirs, rank, self.size, self._directory, self._quiet),
                 name=f"zeroshard-rank-{rank}",
             )
             process.start()
@@ -272,8 +276,10 @@ def _stack_file(directory: str, rank: int) -> str:
 # Below: the worker process.
 
 
-def _serve(pipe: Connection, rank: int, world: int, directory: str) -> None:
+def _serve(pipe: Connection, rank: int, world: int, directory: str, quiet: bool) -> None:
     """The life of a worker: join the group, then answer requests until the pipe closes."""
+    if quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     stack = open(_stack_file(directory, rank), "w", encoding="utf-8")  # noqa: SIM115 - lives with the process
     if _STACK_SIGNAL is not None:
