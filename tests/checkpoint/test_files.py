@@ -28,7 +28,7 @@ def reader(path: Path, nbytes: int, sums: list[int]) -> CheckedReader:
 
 
 @given(st.lists(st.binary(max_size=70), max_size=12), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_round_trip(
     tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], data: st.DataObject
 ) -> None:

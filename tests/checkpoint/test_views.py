@@ -21,7 +21,7 @@ def ranges(draw: Any) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_boxes_hold_the_range_in_order_and_are_few(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -35,7 +35,7 @@ def test_boxes_hold_the_range_in_order_and_are_few(case: tuple[tuple[int, ...], 
 
 
 @given(ranges())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_piece_gives_each_box_as_a_view_of_its_values(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     values = torch.arange(start, stop).float()

@@ -106,7 +106,6 @@ def bounded(rank: int, world: int, shape: Shape, zero: dict[str, int]) -> tuple[
 
 @settings(
     max_examples=8,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -269,7 +269,6 @@ def pools(ranks2: RankPool, ranks3: RankPool, ranks4: RankPool) -> Any:
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize="ZEROSHARD_EXAMPLES" not in os.environ,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
