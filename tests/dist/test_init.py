@@ -385,6 +385,52 @@ def test_code_under_init_again_sees_whole_weights(ranks2: RankPool) -> None:
     assert ranks2.run(inside_again) == [[], []]
 
 
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(1, 5, 3, padding=1), dim=2)
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.turn(self.conv(x[:, None]))).square().mean()
+
+
+def parametrised(rank: int, world: int) -> list[str]:
+    """Models ask for such a weight where no rank waits for another; its originals are there, or show that nobody
+    gave them values."""
+    expected, model = built(Normalised, rank)
+    wrong = [name for name, p in model.head.named_parameters() if not isinstance(p, ShardedParameter)]
+    if rank == 0:
+        wrong += ["weight"] * (not torch.equal(model.conv.weight, expected.conv.weight))
+    converted = copy.deepcopy(expected)
+    zeroshard.Init(converted)
+    wrong += ["converted"] * (not torch.equal(converted.conv.weight, expected.conv.weight))
+    nets = {}
+    for name, net in (("init", model), ("plain", expected)):
+        engine, *_ = zeroshard.initialize(
+            model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config(3)
+        )
+        for step in range(2):
+            engine.backward(engine(features(step, 0, rank)))
+            engine.step()
+        engine.close()
+        nets[name] = net.state_dict()
+    wrong += [name for name, value in nets["plain"].items() if not torch.equal(nets["init"][name], value)]
+    constant, nn.init.constant_ = nn.init.constant_, lambda tensor, value: tensor  # as loaders switch it off
+    try:
+        with zeroshard.Init():
+            empty = Normalised()
+    finally:
+        nn.init.constant_ = constant
+    wrong += ["has values"] * (not empty.conv.parametrizations.weight.original1.isnan().all())
+    return wrong
+
+
+def test_parametrised_weights_can_be_asked_for(ranks2: RankPool) -> None:
+    assert ranks2.run(parametrised) == [[], []]
+
+
 class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
