@@ -79,10 +79,19 @@ def built(fn: Callable[[], nn.Module], rank: int) -> tuple[nn.Module, nn.Module]
     return expected, model
 
 
+def is_original(name: str) -> bool:
+    """Of a parametrised weight: it stays whole."""
+    return ".parametrizations." in name
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, ShardedParameter)
+
+
 def differing(model: nn.Module, expected: nn.Module) -> list[str]:
     """Names of what is not bit for bit the same, in either direction; metadata is compared while sharded."""
     mine, theirs = (list(net.named_parameters(remove_duplicate=False)) for net in (model, expected))
-    wrong = [f"{name} is not sharded" for name, p in mine if not isinstance(p, ShardedParameter)]
+    wrong = [f"{name} is not sharded" for name, p in mine if not (is_original(name) or is_sharded(p))]
     for (name, p), (other, q) in zip(mine, theirs, strict=True):
         facts = [(t.shape, t.dtype, t.device, t.requires_grad, t.numel(), t.nbytes) for t in (p, q)]
         if facts[0] != facts[1] or name != other:
@@ -96,19 +105,24 @@ def differing(model: nn.Module, expected: nn.Module) -> list[str]:
 def construct(rank: int, world: int, fn: Callable[[], nn.Module], open_bytes: int) -> dict[str, Any]:
     cut.OPEN_BYTES = open_bytes
     expected, model = built(fn, rank)
-    kept = sum(home_of(p).piece.numel() for p in model.parameters())
+    kept = sum(home_of(p).piece.numel() for name, p in model.named_parameters() if not is_original(name))
     dist.all_reduce(total := torch.tensor(kept))
     return {
         "differing": differing(model, expected) if rank == 0 else differing_parameters(model, expected),
-        "kept": int(total) - sum(p.numel() for p in expected.parameters()),
+        "kept": int(total)
+        - sum(p.numel() for name, p in expected.named_parameters() if not is_original(name)),
         "tied": model.tied.weight is model.embed.weight if isinstance(model, Custom) else True,
     }
 
 
 def differing_parameters(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Buffers are each rank's own until `initialize`."""
+    """Buffers are each rank's own until `initialize`, and so are originals of parametrised weights."""
     for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True):
         theirs.copy_(mine)
+    both = zip(model.named_parameters(), expected.parameters(), strict=True)
+    with torch.no_grad():
+        for mine, theirs in ((p, q) for (name, p), q in both if is_original(name)):
+            theirs.copy_(mine)
     return differing(model, expected)
 
 
