@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.errors import StateError
 from zeroshard.loss_scale import LossScale
@@ -60,6 +60,20 @@ class Boundary:
     @property
     def does_nothing(self) -> bool:
         return self._compute is None and self._autocast is None and self.loss_scale is None
+
+    def explain(self, error: Exception, model: nn.Module) -> None:
+        """Note at an error about dtypes that a forward raised which buffers are of another one."""
+        told = str(error)
+        if self._compute is None or not ("dtype" in told or "scalar type" in told):
+            return
+        wide = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+        if wide and hasattr(error, "add_note"):  # Python 3.11
+            more = f" and {len(wide) - 3} more" if wide[3:] else ""
+            error.add_note(
+                f"The model computes in {self._compute}, and what it computes with its fp32 buffers "
+                f"({', '.join(wide[:3])}{more}) is fp32. To cast buffers, set data_types.buffer_dtype in the "
+                f"config; to keep a module in fp32 with its inputs, name it in data_types.keep_in_fp32_modules"
+            )
 
     def enter(self, inputs: Any, in_backward: bool) -> Any:
         """The outermost forward begins: the inputs as the model is to see them.

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.config import AutoFacts, Config, parse, read_config, resolve_auto
@@ -43,8 +44,10 @@ class Init:
     Inside, what code does to parameters it does to whole ones, with rank 0's values: weights are bit for bit
     those of plain construction with rank 0's seed. All ranks run the same code. Afterwards, and until
     `initialize`, a parameter tells its shape, dtype and device; reading its elements raises, unless in
-    `zero.GatheredParameters` or under `Init` again. Buffers are left alone. Parameters on `meta` stay there until
-    they get values. A view that is kept (`weight.data`) keeps the whole parameter open until the block ends.
+    `zero.GatheredParameters` or under `Init` again. Buffers are left alone, and so are the originals of
+    parametrised weights (`torch.nn.utils.parametrizations`): code computes with them by asking for the weight,
+    also on one rank alone. Parameters on `meta` stay there until they get values. A view that is kept
+    (`weight.data`) keeps the whole parameter open until the block ends.
 
     Args (DeepSpeed's, in its order):
         module: cut this one at once; no `with` is needed then.
@@ -151,8 +154,18 @@ class Init:
             return
         self._modules.setdefault(id(module), module)
         if self._cuts is not None and parameter is not None:
-            self._cuts.add(parameter, f"{type(module).__name__}.{name}", self._dtype, self._on_host)
-            self._cuts.put_away_oldest()
+            self._cut(self._cuts, module, f"{type(module).__name__}.{name}", parameter)
+
+    def _cut(self, cuts: Cuts, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if isinstance(module, ParametrizationList):
+            cuts.leave_whole(parameter)
+            if parameter.is_floating_point() and _initialisers_are_off():
+                # Made from memory that nobody wrote. A loader may fill it; if none does, that is to show.
+                with torch.no_grad():
+                    parameter.fill_(float("nan"))
+        else:
+            cuts.add(parameter, name, self._dtype, self._on_host)
+        cuts.put_away_oldest()
 
     def _finish(self) -> None:
         for module in list(self._modules.values()):
@@ -182,9 +195,9 @@ class Init:
             for part in module.modules():
                 self._cast(part)
             return
-        for name, parameter in module.named_parameters():
-            self._cuts.add(parameter, name, self._dtype, self._on_host)
-            self._cuts.put_away_oldest()
+        for path, part in module.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                self._cut(self._cuts, part, f"{path}.{name}" if path else name, parameter)
         self._cuts.put_all_away()
         _name_parameters(module)
 
@@ -211,6 +224,13 @@ def _saw_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     for part in () if child is None else child.modules():
         for key, parameter in part._parameters.items():
             _CONTEXTS[-1].take(part, key, parameter)
+
+
+def _initialisers_are_off() -> bool:
+    """The code around has switched torch's off, as transformers does where it is going to load weights."""
+    probe = torch.zeros((), device="cpu")
+    nn.init.constant_(probe, 1.0)
+    return not probe.item()
 
 
 def _name_parameters(root: nn.Module) -> None:

@@ -208,6 +208,13 @@ class Cuts:
         parameter._zeroshard = cut  # type: ignore[attr-defined]
         self._opened(parameter, cut)
 
+    def leave_whole(self, parameter: nn.Parameter) -> None:
+        """It is none of these, or no longer."""
+        cut = home_of(parameter)
+        if isinstance(cut, Cut):
+            self._open_one(cut)
+            self._forget(parameter, cut)
+
     def take(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         """`parameter`, whose `values` all ranks have, becomes one of these, put away. Nothing is sent."""
         parameter.data = values

@@ -103,7 +103,8 @@ class Engine(Inquiries, StateDicts, Checkpoints, Compiling, nn.Module):
             self._progress.saw_inputs((args, kwargs))
         try:
             return self.module(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            self._boundary.explain(error, self.module)
             raise
         except BaseException:
             # Ctrl-C, after which a notebook goes on: torch runs no hooks that could end what they began.

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.boundary import Boundary
@@ -21,13 +23,26 @@ __all__ = ["hook_gradient", "install", "is_compiled"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+_REASON = (
+    "zeroshard gathers, frees and casts here. Leave fullgraph=True off, or compile a block as a whole by "
+    "torch.compile(block), whose hooks are outside of the graph"
+)
+
+
 def eager(hook: _F) -> _F:
     """Where `hook` is called, dynamo breaks the graph: it runs between compiled graphs, not in them."""
-    reason = (
-        "zeroshard gathers, frees and casts here. Leave fullgraph=True off, or compile a block as a whole by "
-        "torch.compile(block), whose hooks are outside of the graph"
-    )
-    return torch.compiler.disable(hook, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(hook, reason=_REASON)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _eager_alone(hook: _F) -> _F:
+    """`eager`, but dynamo is not off in what `hook` calls, and so `_is_compiled_around` can tell."""
+    hook._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return skip(hook)  # type: ignore[return-value]
+
+
+def _is_compiled_around() -> bool:
+    """The code that runs was called under torch.compile."""
+    return callable(get_eval_frame_callback())
 
 
 def install(
@@ -66,11 +81,7 @@ class _ModuleHooks:
 
 
 class _UnitHooks(_ModuleHooks):
-    """Around the forward of one unit.
-
-    The methods that torch calls say whether dynamo is looking (to it `is_compiling` is true); the rest runs between
-    compiled graphs, not in them.
-    """
+    """Around the forward of one unit."""
 
     def __init__(self, unit: Unit, layout: Layout, passes: Passes, units: Collection[int]) -> None:
         """`units`: ids of the modules that are units."""
@@ -79,10 +90,12 @@ class _UnitHooks(_ModuleHooks):
         self._handled: list[BaseException | None] = []
         """Of each forward that runs: the exception that was being handled around it when it began."""
 
+    @_eager_alone
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._copied:
-            self._enter(module, torch.compiler.is_compiling())
+            self._enter(module, _is_compiled_around())
 
+    @eager
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._copied:
             self._leave((args, kwargs), output)
@@ -92,7 +105,6 @@ class _UnitHooks(_ModuleHooks):
         self._handled.append(sys.exc_info()[1])
         self._passes.enter(self._buckets, lambda: compiling or _runs_compiled(module, self._units))
 
-    @eager
     def _leave(self, inputs: Any, output: Any) -> None:
         passes = self._passes
         touched = bool(passes.touched_here)

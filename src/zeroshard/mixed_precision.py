@@ -6,6 +6,8 @@
     kept modules      stay fp32 inside a 16-bit model: their parameters, buffers and inputs are fp32, and what
                       they return is cast back
     buffers           keep the dtype they have unless `data_types.buffer_dtype` says otherwise
+    batch norms       have fp32 weights where their statistics, which are buffers, are fp32: torch's kernels take
+                      16-bit inputs with these, or all of it in 16 bit
 
 A kept module is one that `data_types.keep_in_fp32_modules` names: a part of its dotted name, or "auto", which
 is what the model itself asks for (`_keep_in_fp32_modules` of Hugging Face models).
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zeroshard.config import Config
 from zeroshard.errors import ConfigError
@@ -65,7 +68,8 @@ class Precision:
 
     def parameter_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
         """By name, in the order of definition, what each parameter is held in while the model computes."""
-        kept = {id(p) for name in self.kept_modules(model) for p in model.get_submodule(name).parameters()}
+        wide = {id(p) for name in self.kept_modules(model) for p in model.get_submodule(name).parameters()}
+        wide |= {id(p) for m in model.modules() if self._has_fp32_statistics(m) for p in m.parameters()}
         unsafe = {
             id(parameter)
             for module in model.modules()
@@ -76,13 +80,19 @@ class Precision:
         def dtype_for(parameter: nn.Parameter) -> torch.dtype:
             if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
                 return parameter.dtype  # packed weights
-            if id(parameter) in kept:
+            if id(parameter) in wide:
                 return torch.promote_types(parameter.dtype, torch.float32)
             if self.autocast is not None:
                 return parameter.dtype if id(parameter) in unsafe else self.autocast
             return self.compute or parameter.dtype
 
         return {name: dtype_for(parameter) for name, parameter in model.named_parameters()}
+
+    def _has_fp32_statistics(self, module: nn.Module) -> bool:
+        """It is a batch norm, or an instance norm, that computes with running averages in fp32."""
+        if not isinstance(module, _NormBase) or module.running_mean is None:
+            return False
+        return (self.buffers or module.running_mean.dtype) is torch.float32
 
     def check_kept(self, model: nn.Module) -> None:
         """ConfigError where `data_types.keep_in_fp32_modules` names what is not there, or one of two modules that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -81,6 +82,31 @@ def with_callbacks(rank: int, world: int, out: str, stage: int | None) -> Any:
     trainer = trainer_of(args, train_dataset=Endless(), callbacks=[Writes()])
     trainer.train()
     return history(trainer), texts
+
+
+def trained_again(rank: int, world: int, out: str, stage: int | None) -> Any:
+    """One Trainer that trains, evaluates, trains anew, and goes on from a checkpoint."""
+    how = {"save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(arguments(out, None if stage is None else ds_config(stage), **how))
+
+    def again(**where: Any) -> None:
+        if stage is None:
+            trainer.optimizer = None  # as transformers itself does with `deepspeed=`
+        else:
+            trainer.model_wrapped = trainer.model
+        trainer.train(**where)
+
+    trainer.train()
+    trainer.evaluate()
+    again()
+    trainer.args.max_steps = 6
+    again(resume_from_checkpoint=True)
+    trainer.evaluate()
+    found = history(trainer)
+    if stage is not None:
+        with pytest.raises(RuntimeError, match=r"trainer\.model_wrapped = trainer\.model"):
+            trainer.train()
+    return found, None
 
 
 def compiled(rank: int, world: int, out: str, stage: int | None) -> Any:

@@ -22,7 +22,9 @@ STAGES = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", [hazards.with_metrics, hazards.own_loss, hazards.with_callbacks])
+@pytest.mark.parametrize(
+    "case", [hazards.with_metrics, hazards.own_loss, hazards.with_callbacks, hazards.trained_again]
+)
 def test_equals_ddp(ranks2: RankPool, tmp_path: Path, stage: int, case: Any) -> None:
     found, ours = ranks2.run(client, case, str(tmp_path / "ours"), stage)[0]
     expected, theirs = ranks2.run(client, case, str(tmp_path / "ddp"), None)[0]

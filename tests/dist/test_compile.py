@@ -191,6 +191,26 @@ def test_compiled_after_initialize(ranks2: RankPool) -> None:
         assert min(graphs for _, graphs in found.values()) > 0
 
 
+def test_hooks_are_not_compiled_for_each_class_of_unit() -> None:
+    """Dynamo's limit of recompilations holds for each function, and all units have the same hooks."""
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        nn.Embedding(5, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(3, 2, 1), nn.PReLU(2)
+    )
+    model.compile(backend="eager")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, *_ = zeroshard.initialize(
+        model=model, config={"optimizer": {"type": "SGD"}, "zero_optimization": zero}
+    )
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    limited = torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+    with limited:  # type: ignore[no-untyped-call]
+        engine(ids).sum().backward()
+        with torch.no_grad():
+            engine(ids)
+    engine.close()
+
+
 class Own(nn.Linear):
     """torch 2.9 and 2.11 compile the forward of a class in torch.nn only as a part of another one."""
 

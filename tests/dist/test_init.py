@@ -79,10 +79,19 @@ def built(fn: Callable[[], nn.Module], rank: int) -> tuple[nn.Module, nn.Module]
     return expected, model
 
 
+def is_original(name: str) -> bool:
+    """Of a parametrised weight: it stays whole."""
+    return ".parametrizations." in name
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, ShardedParameter)
+
+
 def differing(model: nn.Module, expected: nn.Module) -> list[str]:
     """Names of what is not bit for bit the same, in either direction; metadata is compared while sharded."""
     mine, theirs = (list(net.named_parameters(remove_duplicate=False)) for net in (model, expected))
-    wrong = [f"{name} is not sharded" for name, p in mine if not isinstance(p, ShardedParameter)]
+    wrong = [f"{name} is not sharded" for name, p in mine if not (is_original(name) or is_sharded(p))]
     for (name, p), (other, q) in zip(mine, theirs, strict=True):
         facts = [(t.shape, t.dtype, t.device, t.requires_grad, t.numel(), t.nbytes) for t in (p, q)]
         if facts[0] != facts[1] or name != other:
@@ -96,19 +105,24 @@ def differing(model: nn.Module, expected: nn.Module) -> list[str]:
 def construct(rank: int, world: int, fn: Callable[[], nn.Module], open_bytes: int) -> dict[str, Any]:
     cut.OPEN_BYTES = open_bytes
     expected, model = built(fn, rank)
-    kept = sum(home_of(p).piece.numel() for p in model.parameters())
+    kept = sum(home_of(p).piece.numel() for name, p in model.named_parameters() if not is_original(name))
     dist.all_reduce(total := torch.tensor(kept))
     return {
         "differing": differing(model, expected) if rank == 0 else differing_parameters(model, expected),
-        "kept": int(total) - sum(p.numel() for p in expected.parameters()),
+        "kept": int(total)
+        - sum(p.numel() for name, p in expected.named_parameters() if not is_original(name)),
         "tied": model.tied.weight is model.embed.weight if isinstance(model, Custom) else True,
     }
 
 
 def differing_parameters(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Buffers are each rank's own until `initialize`."""
+    """Buffers are each rank's own until `initialize`, and so are originals of parametrised weights."""
     for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True):
         theirs.copy_(mine)
+    both = zip(model.named_parameters(), expected.parameters(), strict=True)
+    with torch.no_grad():
+        for mine, theirs in ((p, q) for (name, p), q in both if is_original(name)):
+            theirs.copy_(mine)
     return differing(model, expected)
 
 
@@ -383,6 +397,52 @@ def inside_again(rank: int, world: int) -> list[str]:
 
 def test_code_under_init_again_sees_whole_weights(ranks2: RankPool) -> None:
     assert ranks2.run(inside_again) == [[], []]
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(1, 5, 3, padding=1), dim=2)
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.turn(self.conv(x[:, None]))).square().mean()
+
+
+def parametrised(rank: int, world: int) -> list[str]:
+    """Models ask for such a weight where no rank waits for another; its originals are there, or show that nobody
+    gave them values."""
+    expected, model = built(Normalised, rank)
+    wrong = [name for name, p in model.head.named_parameters() if not isinstance(p, ShardedParameter)]
+    if rank == 0:
+        wrong += ["weight"] * (not torch.equal(model.conv.weight, expected.conv.weight))
+    converted = copy.deepcopy(expected)
+    zeroshard.Init(converted)
+    wrong += ["converted"] * (not torch.equal(converted.conv.weight, expected.conv.weight))
+    nets = {}
+    for name, net in (("init", model), ("plain", expected)):
+        engine, *_ = zeroshard.initialize(
+            model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config(3)
+        )
+        for step in range(2):
+            engine.backward(engine(features(step, 0, rank)))
+            engine.step()
+        engine.close()
+        nets[name] = net.state_dict()
+    wrong += [name for name, value in nets["plain"].items() if not torch.equal(nets["init"][name], value)]
+    constant, nn.init.constant_ = nn.init.constant_, lambda tensor, value: tensor  # as loaders switch it off
+    try:
+        with zeroshard.Init():
+            empty = Normalised()
+    finally:
+        nn.init.constant_ = constant
+    wrong += ["has values"] * (not empty.conv.parametrizations.weight.original1.isnan().all())
+    return wrong
+
+
+def test_parametrised_weights_can_be_asked_for(ranks2: RankPool) -> None:
+    assert ranks2.run(parametrised) == [[], []]
 
 
 class Lazy(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -545,6 +546,56 @@ def kept_dtypes(rank: int, world: int, stage: int, data_types: dict[str, Any]) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_kept_modules_and_buffers(ranks2: RankPool, stage: int, data_types: Any, expected: Any) -> None:
     assert ranks2.run(kept_dtypes, stage, data_types) == [expected] * 2
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(x))).float().square().mean()
+
+
+def normed(rank: int, world: int, stage: int, section: str) -> Any:
+    """The first loss, that of plain PyTorch, and the norm's dtypes after a step."""
+    torch.manual_seed(0)
+    model = Normed()
+    plain = copy.deepcopy(model).to(torch.bfloat16 if section == "bf16" else torch.float16)
+    plain.norm.float()
+    settings = config(stage, **{section: {"enabled": True}})
+    engine, *_ = zeroshard.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
+    )
+    x = features(0, 0, rank)
+    expected = float(plain(x.to(plain.layer.weight.dtype)))
+    loss = engine(x)
+    engine.backward(loss)
+    engine.step()
+    found = {str(t.dtype) for t in (model.norm.weight, model.norm.running_mean)}
+    averages = torch.equal(model.norm.running_mean, plain.norm.running_mean)
+    engine.close()
+    return float(loss) == expected, averages, found
+
+
+@pytest.mark.parametrize(("stage", "section"), [(1, "bf16"), (3, "bf16"), (3, "fp16")])
+def test_batch_norms_stay_fp32_with_their_averages(ranks2: RankPool, stage: int, section: str) -> None:
+    assert ranks2.run(normed, stage, section) == [(True, True, {"torch.float32"})] * 2
+
+
+def test_errors_about_dtypes_name_buffers() -> None:
+    class Shifted(Kept):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.before(x) + self.table).float().mean()
+
+    engine, *_ = zeroshard.initialize(model=Shifted(), config=config(1, bf16={"enabled": True}))
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        engine(features(0, 0, 0))
+    engine.close()
+    if sys.version_info >= (3, 11):
+        (note,) = raised.value.__notes__
+        assert "its fp32 buffers (table) is fp32" in note
+        assert "data_types.buffer_dtype" in note
 
 
 @pytest.mark.parametrize("options", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}])

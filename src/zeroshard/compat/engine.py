@@ -95,7 +95,9 @@ class DeepSpeedEngine(Engine):
         if self._closed:
             raise StateError(
                 f"{what} of an engine that has ended: by close() or destroy(), or because `deepspeed.initialize` "
-                f"made another engine of the same module, which is the one to use"
+                f"made another engine of the same module, which is the one to use. transformers' Trainer destroys "
+                f"the engine that it has when train() begins, and goes on with it: set trainer.model_wrapped = "
+                f"trainer.model before train() if train() or evaluate() was called before"
             )
 
     # ---- who is who ---------------------------------------------------------------------------------
