@@ -97,7 +97,7 @@ def test_what_differs_is_found(
         return Difference(parameter="p", relative=relative, steps=1, losses=(), reference_losses=())
 
     monkeypatch.setattr(check_module, "measure_parity", measured)
-    monkeypatch.setattr(check_module, "RankPool", lambda ranks: nullcontext())
+    monkeypatch.setattr(check_module, "RankPool", lambda ranks, quiet: nullcontext())
     assert main(["check", "--only", "optimizer: Muon"]) == 1
     out = capsys.readouterr().out
     assert out.count(f"{next(iter(wrong.values())):.1e}") == len(wrong)

@@ -124,8 +124,9 @@ class Writer(StorageWriter):
         if not plan.items:
             results.set_result([])
             return results
+        # Not getbuffer(): when a write fails the error holds that view, and Python 3.12 may free what it is of.
         blobs = {
-            item.index.fqn: planner.resolve_data(item).getbuffer()  # type: ignore[union-attr]
+            item.index.fqn: planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
             for item in plan.items
             if item.type is WriteItemType.BYTE_IO
         }
@@ -185,7 +186,7 @@ def _itemsize(item: WriteItem) -> int:
     return 1 if item.tensor_data is None else item.tensor_data.properties.dtype.itemsize
 
 
-def _nbytes(item: WriteItem, blobs: Mapping[str, memoryview]) -> int:
+def _nbytes(item: WriteItem, blobs: Mapping[str, bytes]) -> int:
     if item.tensor_data is None:
         return len(blobs[item.index.fqn])
     return math.prod(item.tensor_data.chunk.sizes) * _itemsize(item)
