@@ -39,7 +39,8 @@ def test_a_hostfile_keeps_its_order() -> None:
         ("-oProxyCommand=x slots=1", "is not of the form"),  # ssh would take it for an option
         ("a,b slots=1", "is not of the form"),  # pdsh would take it for two
         ("@a slots=1", "is not of the form"),
-        ("a slots=1000000", "is not of the form"),
+        ("a slots=1000000", "line 1: host 'a' has 1000000 slots; at most 4096"),
+        ("a slots=1000000000000", "is not of the form"),
         ("a slots=0", "line 1: host 'a' has 0 slots"),
         ("a slots=2\n\na slots=4", "f, line 3: host 'a' is there twice"),
         ("me@a slots=2\nme@A slots=4", "f, line 2: host 'me@A' is there twice"),

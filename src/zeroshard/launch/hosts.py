@@ -29,9 +29,8 @@ __all__ = [
 Hosts = dict[str, tuple[int, ...]]
 
 # Commas join hosts for pdsh, mpirun and srun. The maximum is mpirun's, whose hostfile may serve here, too.
-_LINE = re.compile(r"([^\s,@-][^\s,]*)\s+slots\s*=\s*([0-9]{1,5})(?:\s+max[_-]slots\s*=\s*[0-9]+)?")
+_LINE = re.compile(r"([^\s,@-][^\s,]*)\s+slots\s*=\s*([0-9]{1,9})(?:\s+max[_-]slots\s*=\s*[0-9]+)?")
 _NODE_GROUP = re.compile(r"([^\[\],]*)(?:\[([^\]]*)\]([^\[\],]*))?(?:,|$)")
-
 
 MOST_SLOTS = 4096
 """Of one host: more is a slip, and would take the machine down before anybody could say so."""
