@@ -49,6 +49,7 @@ def guarded(command: Callable[[], Any], name: str) -> int:
     """
     import typer
 
+    _open_standard_streams()
     # The common base of everything the parser raises. Typer has it from click, or from its own copy of click.
     wrong: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     try:
@@ -71,6 +72,19 @@ def guarded(command: Callable[[], Any], name: str) -> int:
     except (SystemExit, typer.Exit) as ended:
         status = ended.code if isinstance(ended, SystemExit) else ended.exit_code
     return status if isinstance(status, int) else 0
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where who started us has closed stdin, stdout or stderr.
+
+    Another file would take its number, and what we start would have that for its own.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

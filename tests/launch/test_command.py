@@ -280,13 +280,19 @@ def test_ranks_die_with_a_launcher_that_is_killed(
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_closed_standard_streams_are_not_taken_for_other_files(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from zeroshard.launch.command import _open_standard_streams; _open_standard_streams(); "
-        "sys.exit(os.open('x', os.O_CREAT))"
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has open")
+def test_closed_standard_streams_are_not_taken_for_other_files(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    """What the launcher opens would have their numbers, and the ranks would have that for their own."""
+    (tmp_path / "script.py").write_text(
+        "import os\nopen('seen', 'w').write(os.readlink('/proc/self/fd/0'))\nprint('nobody reads it')"
     )
-    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code]
-    assert subprocess.run(words, cwd=tmp_path, timeout=LIMIT_SECONDS, check=False).returncode > 2
+    run = [sys.executable, "-m", "zeroshard", "run", "-n", "1", "script.py"]
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", *run]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment, timeout=LIMIT_SECONDS, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "seen").read_text() == os.devnull
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from zeroshard.testing import Difference
 from zeroshard.testing.loops import LOOPS
 
 
-def test_explain_draws_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_draws_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # figures are not cut short
     assert main(["explain", "--ranks", "8"]) == 0
     out = capsys.readouterr().out
     assert "ZeRO stage 3 on 8 ranks" in out
+    assert "49,408 │    6,176 │ gathered at use" in out
     assert "0GATHER 0WAIT" in out
     assert "blocks.3  " in out
     assert "peak" in out

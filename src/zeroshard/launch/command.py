@@ -52,7 +52,6 @@ def run(words: Sequence[str], name: str = "zeroshard run", **defaults: object) -
     Raises:
         LaunchError: the command line, the hostfile, a host or this machine does not allow it.
     """
-    _open_standard_streams()
     options = parse_options(words, name, **defaults)
     show_from(options.log_level, name.partition(" ")[0])
     _require_script(options)
@@ -76,13 +75,6 @@ def run(words: Sequence[str], name: str = "zeroshard run", **defaults: object) -
             place = Place(address=options.master_addr, port=options.master_port)
             return _run_here(options, place, hosts)
         return _run_on_hosts(options, hosts, choose_launcher(options, os.environ))
-
-
-def _open_standard_streams() -> None:
-    """Put /dev/null where who started us has closed stdin, stdout or stderr: another file would take its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 def _require_script(options: Options) -> None:
