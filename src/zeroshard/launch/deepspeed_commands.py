@@ -15,10 +15,10 @@ from zeroshard.interrupts import end_at_once, raise_again
 __all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh", "zero_to_fp32"]
 
 
-def _called(name: str) -> str:
-    """The name that this process was called by (`ds` is `deepspeed`, `dsr` is `ds_report`), `name` for a module."""
-    called = Path(sys.argv[0])
-    name = name if called.suffix == ".py" else called.name
+def _called(name: str, short: str) -> str:
+    """Which of the two names of a command this process was called by; `name` where by neither, as from Python."""
+    if Path(sys.argv[0]).name == short:
+        name = short
     end_at_once(name)
     return name
 
@@ -29,7 +29,7 @@ def deepspeed(words: Sequence[str] | None = None, name: str = "deepspeed") -> in
     Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
     """
     if words is None:
-        words, name = sys.argv[1:], _called(name)
+        words, name = sys.argv[1:], _called(name, "ds")
     from zeroshard.launch.cli import run_under
 
     return run_under(name, "run", words, as_deepspeed=True, pass_local_rank=True)
@@ -39,7 +39,8 @@ def ds_ssh(words: Sequence[str] | None = None) -> int:
     """`ds_ssh [-f HOSTFILE] command...`: the command on every host of the hostfile, at once."""
     name = "ds_ssh"
     if words is None:
-        words, name = sys.argv[1:], _called(name)
+        words = sys.argv[1:]
+        end_at_once(name)
     from zeroshard.launch.everywhere import run_everywhere
 
     raise_again()
@@ -48,7 +49,7 @@ def ds_ssh(words: Sequence[str] | None = None) -> int:
 
 def ds_report() -> int:
     """`zeroshard report`; the original's options have no effect."""
-    name = _called("ds_report")
+    name = _called("ds_report", "dsr")
     from zeroshard.launch.cli import run_under
 
     known = {"--hide_operator_status", "--hide_errors_and_warnings"}
@@ -57,10 +58,10 @@ def ds_report() -> int:
 
 def ds_bench() -> int:
     """`zeroshard bench`."""
-    name = _called("ds_bench")
+    end_at_once("ds_bench")
     from zeroshard.launch.cli import run_under
 
-    return run_under(name, "bench", sys.argv[1:])
+    return run_under("ds_bench", "bench", sys.argv[1:])
 
 
 def zero_to_fp32() -> int:
