@@ -129,7 +129,13 @@ def test_ctrl_c_among_imports_ends_without_stderr() -> None:
 
 @pytest.mark.parametrize(
     ("called", "name"),
-    [("/usr/bin/deepspeed", "deepspeed"), ("/usr/bin/ds", "ds"), ("-c", "deepspeed"), ("", "deepspeed")],
+    [
+        ("/usr/bin/deepspeed.pt", "deepspeed.pt"),
+        ("/usr/bin/ds", "ds"),
+        ("deepspeed/launcher/runner.py", "deepspeed"),
+        ("-c", "deepspeed"),
+        ("", "deepspeed"),
+    ],
 )
 def test_messages_have_the_name_that_was_typed(
     called: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -15,10 +15,12 @@ from zeroshard.interrupts import end_at_once, raise_again
 __all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh", "zero_to_fp32"]
 
 
-def _called(name: str, short: str) -> str:
-    """Which of the two names of a command this process was called by; `name` where by neither, as from Python."""
-    if Path(sys.argv[0]).name == short:
-        name = short
+def _called(name: str) -> str:
+    """The name that this process was called by (`ds` is `deepspeed`, `dsr` is `ds_report`); `name` where that is no
+    command: a module, `python -c`, an interpreter."""
+    called = Path(sys.argv[0])
+    if called.suffix != ".py" and called.name not in ("", "-c"):
+        name = called.name
     end_at_once(name)
     return name
 
@@ -29,7 +31,7 @@ def deepspeed(words: Sequence[str] | None = None, name: str = "deepspeed") -> in
     Scripts find the stand-in under the name `deepspeed`, and get `--local_rank=N` unless told otherwise.
     """
     if words is None:
-        words, name = sys.argv[1:], _called(name, "ds")
+        words, name = sys.argv[1:], _called(name)
     from zeroshard.launch.cli import run_under
 
     return run_under(name, "run", words, as_deepspeed=True, pass_local_rank=True)
@@ -49,7 +51,7 @@ def ds_ssh(words: Sequence[str] | None = None) -> int:
 
 def ds_report() -> int:
     """`zeroshard report`; the original's options have no effect."""
-    name = _called("ds_report", "dsr")
+    name = _called("ds_report")
     from zeroshard.launch.cli import run_under
 
     known = {"--hide_operator_status", "--hide_errors_and_warnings"}
