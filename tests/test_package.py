@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_the_accelerator_is_one_that_is_there() -> None:
     for folder in (SOURCE, ROOT / "benchmarks", ROOT / "examples"):
         for file in folder.rglob("*.py"):
             assert "current_accelerator()" not in file.read_text(), file
+
+
+def test_every_module_is_in_the_tables() -> None:
+    """Where it belongs is in the layers, and what it is for in the tables of CONTRIBUTING and the design."""
+    layers, contributing = (ROOT / "pyproject.toml").read_text(), (ROOT / "CONTRIBUTING.md").read_text()
+    design = (ROOT / "docs" / "design.md").read_text()
+    missing = []
+    for path in (*SOURCE.iterdir(), *(SOURCE / "launch").glob("*.py")):
+        if path.name.startswith("__") or not (path.is_dir() or path.suffix == ".py"):
+            continue
+        name = path.name if path.suffix else f"{path.name}/"
+        missing += [(name, "design.md")] * (f"`{name}`" not in design)
+        if path.parent == SOURCE:
+            known = f"`{name.removesuffix('.py')}`" in contributing
+            missing += [(name, "CONTRIBUTING.md")] * (not known)
+            missing += [(name, "layers")] * (not re.search(rf'zeroshard\.{path.stem}[" ]', layers))
+    assert not missing
 
 
 def test_files_and_functions_stay_small() -> None:

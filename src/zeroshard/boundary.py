@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroshard.errors import StateError
 from zeroshard.loss_scale import LossScale
 from zeroshard.precision import cast_floating, map_tensors
+from zeroshard.wording import first_few
 
 __all__ = ["Boundary", "carried_tokens"]
 
@@ -68,10 +69,9 @@ class Boundary:
             return
         wide = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
         if wide and hasattr(error, "add_note"):  # Python 3.11
-            more = f" and {len(wide) - 3} more" if wide[3:] else ""
             error.add_note(
                 f"The model computes in {self._compute}, and what it computes with its fp32 buffers "
-                f"({', '.join(wide[:3])}{more}) is fp32. To cast buffers, set data_types.buffer_dtype in the "
+                f"({first_few(wide, 3)}) is fp32. To cast buffers, set data_types.buffer_dtype in the "
                 f"config; to keep a module in fp32 with its inputs, name it in data_types.keep_in_fp32_modules"
             )
 

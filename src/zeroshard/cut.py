@@ -484,9 +484,8 @@ def trim_heap() -> None:
 
 def _has_views(parameter: nn.Parameter) -> bool:
     """Somebody else holds its storage: it counts the parameter, and the handle that is made here to ask."""
-    handle = (
-        parameter.untyped_storage()
-    )  # kept: torch 2.9 lets go of its count with it, later releases do not
+    # Kept in a name: torch 2.9 lets go of its count with it, later releases do not.
+    handle = parameter.untyped_storage()
     return int(torch._C._storage_Use_Count(handle._cdata)) > 2
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -105,7 +106,16 @@ def initialize(
 
 
 def facts_of(model: nn.Module, optimizer: OptimizerLike | None, world: World) -> AutoFacts:
-    """What `"auto"` can be resolved from: the model's width, the optimizer, the world."""
+    """What `"auto"` can be resolved from: the model's width, the optimizer, the world.
+
+    Raises:
+        ModelError: a parameter has no shape yet.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"parameter {name!r} is not initialised (a lazy module): run one forward before `initialize`."
+            )
     hidden = _hidden_size(getattr(model, "config", None))
     group = optimizer.param_groups[0] if isinstance(optimizer, Optimizer) else {}
     return AutoFacts(

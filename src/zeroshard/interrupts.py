@@ -19,11 +19,14 @@ INTERRUPTED = 130
 
 
 def end_at_once(name: str) -> None:
-    """From here on Ctrl-C ends the process. Where SIGINT is ignored (a job in the background) it stays so."""
+    """From here on Ctrl-C ends the process. Where SIGINT is ignored (a job in the background) it stays so until
+    `zeroshard run` starts ranks: as torchrun does, it then listens all the same."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"{name}: stopped by SIGINT\n".encode())
-        os._exit(INTERRUPTED)
+        try:
+            os.write(2, f"{name}: stopped by SIGINT\n".encode())
+        finally:  # whoever closed stderr wants no word, but an end
+            os._exit(INTERRUPTED)
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)

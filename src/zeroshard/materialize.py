@@ -111,10 +111,6 @@ def _visit(
 
 
 def _spec(name: str, parameter: nn.Parameter, dtype: torch.dtype, uncut: bool) -> ParameterSpec:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ModelError(
-            f"parameter {name!r} is not initialised (a lazy module): run one forward before `initialize`."
-        )
     if parameter.is_meta:
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values. Build or load the model on a real "

@@ -71,6 +71,10 @@ def meta_model(rank: int, world: int) -> Case:
     return attempt(model=model, config={})
 
 
+def lazy_model(rank: int, world: int) -> Case:
+    return attempt(model=nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), config={})
+
+
 def second_engine(rank: int, world: int) -> Case:
     model = small()
     engine, _, _, _ = zeroshard.initialize(model=model, config={})
@@ -121,6 +125,7 @@ def expect(pool: RankPool, case: Any, kind: str, words: tuple[str, ...], *argume
         (foreign_optimizer, "ModelError", ("group 0", "shape (4, 4)", "this model's parameters()")),
         (unknown_optimizer, "ModelError", ("Unheard", "zero_allow_untested_optimizer")),
         (meta_model, "ModelError", ("'0.weight'", "meta")),
+        (lazy_model, "ModelError", ("'0.weight'", "lazy", "run one forward")),
         (second_engine, "ModelError", ("'0.weight' already belongs to an engine", "close()")),
         (loader_without_batch_size, "ConfigError", ("train_micro_batch_size_per_gpu",)),
         (step_without_optimizer, "StateError", ("optimizer",)),

@@ -435,9 +435,17 @@ def parametrised(rank: int, world: int) -> list[str]:
     try:
         with zeroshard.Init():
             empty = Normalised()
+            loaded = Normalised()
+            first, second = (originals := loaded.conv.parametrizations.weight).parameters()
+            with torch.no_grad():
+                first.fill_(1.0)
+            originals.original1 = nn.Parameter(torch.ones_like(second))
+            moved = nn.Sequential(loaded)
+        zeroshard.Init(moved)
     finally:
         nn.init.constant_ = constant
     wrong += ["has values"] * (not empty.conv.parametrizations.weight.original1.isnan().all())
+    wrong += ["loaded"] * any(not p.eq(1.0).all() for p in moved[0].conv.parametrizations.weight.parameters())
     return wrong
 
 

@@ -118,6 +118,34 @@ def test_ctrl_c_among_imports_is_one_line_and_status_130(tmp_path: Path) -> None
     assert (result.returncode, result.stderr) == (130, "zeroshard: stopped by SIGINT\n")
 
 
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signals of POSIX")
+def test_ctrl_c_among_imports_ends_without_stderr() -> None:
+    code = (
+        "import os, signal; from zeroshard.interrupts import end_at_once; end_at_once('zeroshard'); os.close(2); "
+        "os.kill(os.getpid(), signal.SIGINT)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/usr/bin/deepspeed.pt", "deepspeed.pt"),
+        ("/usr/bin/ds", "ds"),
+        ("deepspeed/launcher/runner.py", "deepspeed"),
+        ("-c", "deepspeed"),
+        ("", "deepspeed"),
+    ],
+)
+def test_messages_have_the_name_that_was_typed(
+    called: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setattr(deepspeed_commands, "end_at_once", lambda name: None)
+    assert deepspeed_commands.deepspeed() == 2
+    assert capsys.readouterr().err == f"{name}: give a script to run; `{name} --help` has the options\n"
+
+
 def test_ctrl_c_in_a_command_is_one_line_and_status_130(capsys: pytest.CaptureFixture[str]) -> None:
     def command(seconds: int = 1) -> None:
         with interrupts.held(), contextlib.suppress(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import threading
@@ -57,6 +58,30 @@ def test_lines_of_ranks_stay_whole(
     )
     assert sorted(done.stdout.splitlines()) == EXPECTED
     assert sorted(done.stderr.splitlines()) == EXPECTED
+
+
+def test_ranks_need_more_files_than_a_process_may_open(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    """8 ranks where 64 files may be open: where the limit may be raised it is, else there is one line."""
+    run = [sys.executable, "-m", "zeroshard", "run", "--quiet", "-n", "8", "--no_python", "echo", "here"]
+    script = f"ulimit -{{}} 64; exec {shlex.join(run)}"
+    done = [
+        subprocess.run(
+            ["bash", "-c", script.format(kind)],
+            cwd=tmp_path,
+            env=clean_environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+        for kind in ("Sn", "n")
+    ]
+    assert [(result.returncode, result.stdout) for result in done] == [(0, "here\n" * 8), (2, "")]
+    assert done[0].stderr == ""
+    assert done[1].stderr.startswith("zeroshard: 8 ranks need about 144 open files, and 64 are allowed here")
+    assert len(done[1].stderr.splitlines()) == 1
 
 
 def test_lines_of_ranks_stay_whole_at_a_terminal(

@@ -54,6 +54,28 @@ def test_lines_carry_their_host(capfd: pytest.CaptureFixture[str]) -> None:
     assert printed.err == "a: oh\n"
 
 
+MANY_HOSTS = """
+import os, resource
+from zeroshard.launch.remote import Start
+from zeroshard.launch.sessions import run_starts
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+starts = [Start(f"host{number}", ("true",), listens=True) for number in range(16)]
+print(run_starts(starts, os.environ, "."), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_hosts_need_more_files_than_a_process_may_open() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_HOSTS],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("0 64\n", "")
+
+
 def test_the_rank_that_was_killed_is_the_cause_on_whichever_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,9 +16,11 @@ __all__ = ["deepspeed", "ds_bench", "ds_report", "ds_ssh", "zero_to_fp32"]
 
 
 def _called(name: str) -> str:
-    """The name that this process was called by (`ds` is `deepspeed`, `dsr` is `ds_report`), `name` for a module."""
+    """The name that this process was called by (`ds` is `deepspeed`, `dsr` is `ds_report`); `name` where that is no
+    command: a module, `python -c`, an interpreter."""
     called = Path(sys.argv[0])
-    name = name if called.suffix == ".py" else called.name
+    if called.suffix != ".py" and called.name not in ("", "-c"):
+        name = called.name
     end_at_once(name)
     return name
 
@@ -39,7 +41,8 @@ def ds_ssh(words: Sequence[str] | None = None) -> int:
     """`ds_ssh [-f HOSTFILE] command...`: the command on every host of the hostfile, at once."""
     name = "ds_ssh"
     if words is None:
-        words, name = sys.argv[1:], _called(name)
+        words = sys.argv[1:]
+        end_at_once(name)
     from zeroshard.launch.everywhere import run_everywhere
 
     raise_again()
@@ -57,10 +60,10 @@ def ds_report() -> int:
 
 def ds_bench() -> int:
     """`zeroshard bench`."""
-    name = _called("ds_bench")
+    end_at_once("ds_bench")
     from zeroshard.launch.cli import run_under
 
-    return run_under(name, "bench", sys.argv[1:])
+    return run_under("ds_bench", "bench", sys.argv[1:])
 
 
 def zero_to_fp32() -> int:

@@ -14,7 +14,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from zeroshard.errors import LaunchError
 from zeroshard.launch.relay import Relay, write_out
 
-__all__ = ["RankOutput", "python_of_ranks"]
+__all__ = ["FILES_OF_A_RANK", "RankOutput", "python_of_ranks"]
+
+FILES_OF_A_RANK = 10
+"""That its launcher has open: for each of its two streams two pipes, and what torch opens of them."""
 
 _KEPT_BYTES = 8192
 _SECONDS_FOR_A_LINE = 0.5  # more than a busy machine keeps a rank from going on with it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from zeroshard.errors import LaunchError
+
 __all__ = [
     "child_processes",
     "end_children",
@@ -19,8 +22,10 @@ __all__ = [
     "hangup_stays_ignored",
     "heir_of_orphans",
     "kill_session",
+    "room_for_files",
 ]
 
+_FILES_OF_ITS_OWN = 64  # of a launcher, whatever it starts
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS_BETWEEN_BURIALS = 10.0
 _SECONDS_TO_LISTEN = 3.0  # for what a rank has left behind
@@ -140,3 +145,31 @@ def hangup_stays_ignored() -> Iterator[None]:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)  # drops one that has come
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def room_for_files(each: int, count: int, what: str) -> Iterator[None]:
+    """Within it this process, and what it starts, may open `each` files for each of `count` ranks or hosts
+    (`what`), or as many as the system allows.
+
+    Raises:
+        LaunchError: these were too few.
+    """
+    import resource  # of POSIX; `zeroshard --help` does without
+
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = each * count + _FILES_OF_ITS_OWN
+    allowed = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    if before != resource.RLIM_INFINITY and before < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise LaunchError(
+            f"{count} {what} need about {wanted} open files, and {most} are allowed here; raise that limit "
+            f"(nofile in /etc/security/limits.conf, LimitNOFILE of systemd), or start fewer {what}"
+        ) from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))

@@ -31,10 +31,10 @@ from zeroshard.launch.cores import cores_here
 from zeroshard.launch.failures import Failure, describe_failure, exit_status, last_lines, write_record
 from zeroshard.launch.messages import log
 from zeroshard.launch.network import can_resolve, interface_of, is_free, own_address
-from zeroshard.launch.output import RankOutput, python_of_ranks
+from zeroshard.launch.output import FILES_OF_A_RANK, RankOutput, python_of_ranks
 from zeroshard.launch.peers import Peers
 from zeroshard.launch.plan import Place
-from zeroshard.launch.processes import child_processes, end_children, heir_of_orphans
+from zeroshard.launch.processes import child_processes, end_children, heir_of_orphans, room_for_files
 
 __all__ = ["Node", "accelerators_here", "added_environment", "run_node", "run_ranks"]
 
@@ -78,7 +78,7 @@ def run_node(node: Node) -> int:
         LaunchError: the port is taken, or the hosts did not meet.
     """
     _quiet_torchrun()
-    with _environment_of(node):
+    with room_for_files(FILES_OF_A_RANK, node.ranks, "ranks"), _environment_of(node):
         output = RankOutput(node.log_folder)
         fixed = not (_is_elastic(node) or node.place.alone)
         peers = Peers(node.place) if fixed and not node.record_failures else None

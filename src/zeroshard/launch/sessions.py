@@ -30,6 +30,7 @@ from zeroshard.launch.failures import (
 )
 from zeroshard.launch.lifeline import BEAT_SECONDS
 from zeroshard.launch.messages import log
+from zeroshard.launch.processes import room_for_files
 from zeroshard.launch.relay import Relay, write_out
 from zeroshard.launch.remote import Start
 
@@ -38,6 +39,7 @@ __all__ = ["run_starts"]
 _POLL_SECONDS = 0.05
 _USUAL_PIPE = 1 << 16  # bytes that nobody has to read before we go on
 _SETTLE_SECONDS = 3.0  # ranks that fail together are heard before one is named
+_FILES_OF_A_SESSION = 10  # stdin, and for each of two streams two pipes; and what it takes to start it
 _SECONDS_TO_PRINT = 1.0  # what came before a connection was cut
 _SECONDS_TO_STOP = 20.0  # a little more than the hosts take to kill a rank that does not listen
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -68,11 +70,11 @@ class _Session:
         )
         if start.first_line:
             self._write(start.first_line)
-        self._relays = [
-            Relay(os.dup(source.fileno()), partial(self._read, sink))
-            for source, sink in ((self.process.stdout, 1), (self.process.stderr, 2))
-            if source is not None
-        ]
+        self._relays = []
+        for source, sink in ((self.process.stdout, 1), (self.process.stderr, 2)):
+            if source is not None:
+                with source:
+                    self._relays.append(Relay(os.dup(source.fileno()), partial(self._read, sink)))
 
     def _read(self, sink: int, data: bytes) -> None:
         """Lines that came in; the last one may lack its end."""
@@ -171,9 +173,10 @@ def run_starts(
     before = {number: signal.signal(number, receive) for number in heard}
     sessions: list[_Session] = []
     try:
-        for start in starts:
-            if not received:
-                sessions.append(_Session(start, environ, directory))
+        with room_for_files(_FILES_OF_A_SESSION, len(starts), "hosts"):
+            for start in starts:
+                if not received:
+                    sessions.append(_Session(start, environ, directory))
         failed = _watch(sessions, received, len(starts) if enough is None else enough)
     finally:
         for session in sessions:
