@@ -72,7 +72,10 @@ def build_engine(
     precision.check_kept(model)
     kept = dict.fromkeys(precision.kept_calls(model), precision.compute or torch.float32)
     description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
-    root = _with_leaves(description, config, is_first=groups.gather.rank == groups.replicate.rank == 0)
+    is_first = groups.gather.rank == groups.replicate.rank == 0
+    root = _with_leaves(description, config, is_first=is_first)
+    if is_first:
+        _tell_vain_second_shards(config, policy)
     layout = plan_layout(root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
     tell_about(model, layout, groups)
@@ -294,6 +297,18 @@ def _with_leaves(description: Description, config: Config, *, is_first: bool) ->
             *finest,
         )
     return marked
+
+
+def _tell_vain_second_shards(config: Config, policy: Policy) -> None:
+    asked = config.zero_optimization.zero_hpz_partition_size
+    if policy.stage >= 3 and asked > 1 and policy.secondary_size == 1:
+        log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d has no effect here: states are sharded over %d %s, and "
+            "second shards need a smaller group of ranks",
+            asked,
+            policy.shard_size,
+            "rank" if policy.shard_size == 1 else "ranks",
+        )
 
 
 def _build(
