@@ -72,7 +72,8 @@ def build_engine(
     precision.check_kept(model)
     kept = dict.fromkeys(precision.kept_calls(model), precision.compute or torch.float32)
     description = describe(model, precision.parameter_dtypes(model), _leaf_test(config), uncut)
-    root = _with_leaves(description, config, is_first=groups.gather.rank == groups.replicate.rank == 0)
+    root = _with_leaves(description, config, is_first=_is_first(groups))
+    _tell_vain_second_shards(config, policy, is_first=_is_first(groups))
     layout = plan_layout(root, description.specs, policy)
     buffers, gradients = _build(description, layout, groups, policy, device)
     tell_about(model, layout, groups)
@@ -294,6 +295,22 @@ def _with_leaves(description: Description, config: Config, *, is_first: bool) ->
             *finest,
         )
     return marked
+
+
+def _is_first(groups: Groups) -> bool:
+    return groups.gather.rank == groups.replicate.rank == 0
+
+
+def _tell_vain_second_shards(config: Config, policy: Policy, *, is_first: bool) -> None:
+    asked = config.zero_optimization.zero_hpz_partition_size
+    if is_first and policy.stage >= 3 and asked > 1 and policy.secondary_size == 1:
+        log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d has no effect here: states are sharded over %d %s, and "
+            "second shards need a smaller group of ranks",
+            asked,
+            policy.shard_size,
+            "rank" if policy.shard_size == 1 else "ranks",
+        )
 
 
 def _build(

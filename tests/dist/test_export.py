@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.checkpoint.export import export, parse_size
 from zeroshard.checkpoint.opening import open_checkpoint
+from zeroshard.checkpoint.storage import Reader
 from zeroshard.errors import CheckpointError
 from zeroshard.launch.cli import main
 from zeroshard.testing.ranks import RankPool
@@ -144,10 +146,20 @@ def test_inspect_tells_the_run_and_every_tensor(saved: Saved, capsys: pytest.Cap
     shapes = {row["name"]: row["shape"] for row in told["tensors"]}
     for name, value in weights.items():
         if name != "head.weight":
-            assert shapes[f"model/{name}"] == str(tuple(value.shape))
-    assert shapes["optimizer/exp_avg/embed.weight"] == "(29, 8)"
+            assert shapes[f"model/{name}"] == list(value.shape)
+    assert shapes["optimizer/exp_avg/embed.weight"] == [29, 8]
+    assert shapes["optimizer/step/embed.weight"] == []
     assert main(["inspect", str(where / "global_step2")]) == 0
     assert "model/embed.weight\tfloat32\t(29, 8)\t928" in capsys.readouterr().out
+
+
+def test_torchs_own_loader_reads_it_by_a_path_as_text(saved: Saved) -> None:
+    where, weights = saved
+    for reader in (open_checkpoint(str(where)), Reader(str(where / "global_step2"))):
+        found = {"model/embed.weight": torch.zeros(29, 8), "optimizer/step/embed.weight": torch.zeros(())}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        torch.testing.assert_close(found["model/embed.weight"], weights["embed.weight"], rtol=0, atol=0)
+        assert found["optimizer/step/embed.weight"] == 2
 
 
 def test_verify_reads_everything(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,28 @@ def test_a_file_is_explained_key_by_key(tmp_path: Path, capsys: pytest.CaptureFi
     assert explained["zero_optimization.stage"][1].startswith("used by")
 
 
+def test_auto_is_explained_where_nobody_fills_it_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-7}}
+    auto = {"train_batch_size": "auto", "bfloat16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    file.write_text(json.dumps({"optimizer": optimizer, **auto}))
+    assert cli.main(["config", str(file)]) == 0
+    explained = rows(capsys.readouterr().out)
+    assert explained.keys() == {
+        "train_batch_size",
+        "bf16.enabled",
+        "gradient_clipping",
+        "optimizer.type",
+        *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps")),
+    }
+    assert {name for name, cells in explained.items() if cells[0] != "auto"} == {
+        "optimizer.type",
+        "optimizer.params.eps",
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [('{"zero_optimization": {"stagee": 2}}', "zero_optimization.stage"), ("{", "ds.json"), ("", "ds.json")],

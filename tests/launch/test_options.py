@@ -102,6 +102,23 @@ def test_a_command_line_that_makes_no_sense_is_one_clear_error(line: str, told: 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--num-gpus 0 t.py", "--num-gpus: '0' is not a whole number of at least 1"),
+        ("--num_accel=0 t.py --nproc 2", "--num_accelerators: '0' is not a whole number of at least 1"),
+        ("-n 0 t.py", "-n: '0' is not a whole number of at least 1"),
+        ("-n0 t.py", "-n: '0' is not a whole number of at least 1"),
+        ("--hostfile", "--hostfile: expected one argument"),
+        ("--no_ssh --slots a t.py", "--slots: 'a' is not a list of slots such as 0,2"),
+    ],
+)
+def test_an_error_names_the_option_as_it_was_written(line: str, told: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        parse(line)
+    assert str(error.value) == told
+
+
 def test_every_option_is_in_the_documentation() -> None:
     documented = set(re.findall(r"--[a-z_]+", DOCS.read_text()))
     for action in build_parser()._actions:

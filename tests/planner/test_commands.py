@@ -30,6 +30,17 @@ def test_explain_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 ranks, 2 replicas of shard groups of 4 (MiCS), second shards in groups of 2 (hpZ)" in out
 
 
+@pytest.mark.parametrize("hpz", [2, 3])
+def test_explain_tells_of_second_shards_that_would_be_the_first(
+    caplog: pytest.LogCaptureFixture, hpz: int
+) -> None:
+    assert main(["explain", "--hpz", str(hpz)]) == 0
+    assert caplog.messages == [
+        f"zero_optimization.zero_hpz_partition_size = {hpz} has no effect here: states are sharded over 2 ranks, "
+        "and second shards need a smaller group of ranks"
+    ]
+
+
 def test_explain_of_a_resident_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--stage", "1"]) == 0
     assert "all parameters are resident" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def _inspect(
     reader = open_checkpoint(checkpoint, tag)
     tensors, extras = reader.tensors(), reader.extras()
     rows = [
-        (name, dtype_name(entry.properties.dtype), str(tuple(entry.size)), _nbytes(entry))
+        (name, dtype_name(entry.properties.dtype), tuple(entry.size), _nbytes(entry))
         for name, entry in tensors.items()
     ]
     config = extras["config"]
@@ -66,7 +66,9 @@ def _inspect(
         return
     for key, value in about.items():
         print(f"{key}\t{value if not isinstance(value, (dict, list)) else json.dumps(value)}")
-    show_table(("tensor", "dtype", "shape", "bytes"), [(*row[:3], f"{row[3]:,}") for row in rows])
+    show_table(
+        ("tensor", "dtype", "shape", "bytes"), [(*row[:2], str(row[2]), f"{row[3]:,}") for row in rows]
+    )
     print(f"total\t{len(rows)} tensors\t{sum(row[3] for row in rows):,} bytes")
 
 

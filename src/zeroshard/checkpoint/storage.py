@@ -308,9 +308,10 @@ def read_index(directory: Path) -> Index:
 class Reader(CheckpointReader):
     """Reads the boxes a load plan asks for, and verifies each block of bytes that it takes in."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.index = read_index(directory)
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """`directory`: that of one checkpoint; `opening.open_checkpoint` also takes the one that `latest` is in."""
+        self._directory = Path(directory)
+        self.index = read_index(self._directory)
 
     @property
     def directory(self) -> Path:

@@ -140,7 +140,7 @@ def resolve_auto(
         lines = "".join(f"\n  {path}: {cure}" for path, cure in walk.unknown.items())
         raise ConfigError(
             f'{source}: "auto" must be resolved before training, and nothing given says how; '
-            f"write a value, or pass the fact in AutoFacts{lines}"
+            f"write a value; the trainers of transformers and accelerate fill in theirs{lines}"
         )
     return data
 

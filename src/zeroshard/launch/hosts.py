@@ -127,7 +127,10 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> Hosts:
             raise LaunchError(f"{option} {text!r}: host {host!r} is there twice; list its slots in one place")
         named[host] = hosts[host]
         if colon:
-            named[host] = parse_numbers(slot_list, f"{option} {text!r}")
+            try:
+                named[host] = parse_numbers(slot_list)
+            except ValueError as error:
+                raise LaunchError(f"{option} {text!r}: {error}") from None
             for slot in named[host]:
                 if slot not in hosts[host]:
                     there = ",".join(map(str, hosts[host]))
@@ -135,14 +138,14 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> Hosts:
     return named
 
 
-def parse_numbers(text: str, source: str) -> tuple[int, ...]:
-    """`"0,2"` as `(0, 2)`: whole numbers, each once, order kept."""
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """`"0,2"` as `(0, 2)`: whole numbers, each once, order kept. Raises ValueError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
-        raise LaunchError(f"{source}: {text!r} is not a list of slots such as 0,2")
+        raise ValueError(f"{text!r} is not a list of slots such as 0,2")
     numbers = tuple(int(word) for word in words)
     if len(set(numbers)) < len(numbers):
-        raise LaunchError(f"{source}: {text!r} names a slot twice")
+        raise ValueError(f"{text!r} names a slot twice")
     return numbers
 
 

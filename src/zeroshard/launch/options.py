@@ -68,7 +68,13 @@ class Options(argparse.Namespace):
 
 
 class OneLine(argparse.ArgumentParser):
-    """A parser whose errors are LaunchErrors."""
+    """A parser whose errors are LaunchErrors, with the option as it was written."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
         """The options that a word abbreviates: one, in whichever spelling, or none.
@@ -84,7 +90,19 @@ class OneLine(argparse.ArgumentParser):
             word = unknown.split()[0].partition("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
             message = f"there is no option {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+        spellings, colon, what = message.removeprefix("argument ").partition(": ")
+        if message.startswith("argument "):
+            message = self._written(spellings.split("/")) + colon + what
         raise LaunchError(message)
+
+    def _written(self, spellings: list[str]) -> str:
+        """That of an option's `spellings` which is in the command line: argparse names all of them."""
+        for word in (word.partition("=")[0] for word in self._words):
+            for name in spellings:
+                joined, begun = len(name) == 2 and word.startswith(name), word[2:] and name.startswith(word)
+                if word == name or joined or begun:
+                    return name
+        return spellings[0]
 
 
 def _spellings(*names: str) -> list[str]:
@@ -126,8 +144,8 @@ def _node_count(text: str) -> tuple[int, int] | None:
 
 def _slots(text: str) -> tuple[int, ...]:
     try:
-        return parse_numbers(text, "slots")
-    except LaunchError as error:  # argparse would hide the words of a ValueError
+        return parse_numbers(text)
+    except ValueError as error:  # argparse would hide its words
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
