@@ -125,3 +125,29 @@ def raw(stage: int, file: str, trained: bool) -> dict[str, Any]:
     model = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))[0] if trained else fabric.setup(net)
     fabric.load_raw(file, net)  # the engine's own names begin with "module."
     return {"weights": dict(model.state_dict()), "evaluated": model(torch.ones(2, 10)).detach()}
+
+
+class Scored(Net):
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def several(stage: int | None) -> list[float]:
+    """Two models that are trained in turn, by a method of their own."""
+    fabric = fabric_of(stage, gradient_clipping=0.0)
+    torch.manual_seed(1)
+    parts = []
+    for net in (Scored(), Scored()):
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        model.mark_forward_method("score")
+        parts.append((model, optimizer))
+    x = torch.ones(4, 10) * (fabric.global_rank + 1)
+    losses = []
+    for _ in range(3):
+        for model, optimizer in parts:
+            loss = model.score(x)
+            fabric.backward(loss, **({} if stage is None else {"model": model}))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses

@@ -173,3 +173,66 @@ def convolutional(rank: int, world: int, out: str) -> dict[str, Any]:
         int(value) for name, value in saved_weights(f"{out}/final").items() if "tracked" in name
     }
     return facts
+
+
+def speech(rank: int, world: int, out: str) -> dict[str, Any]:
+    """wav2vec2, whose position embedding is parametrised by weight norm while it is built, and trained."""
+    import deepspeed
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+    from transformers.integrations import HfDeepSpeedConfig
+
+    shape = Wav2Vec2Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        conv_dim=(8, 8),
+        conv_stride=(4, 2),
+        conv_kernel=(8, 4),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_labels=3,
+        classifier_proj_size=8,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout", "feat_proj_dropout"), 0.0),
+    )
+    torch.manual_seed(0)
+    plain: Any = Wav2Vec2ForSequenceClassification(shape)
+    if rank == 0:
+        plain.save_pretrained(f"{out}/saved")
+    dist.barrier()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    kept = HfDeepSpeedConfig(config)  # lives as long as models are to be born sharded
+    torch.manual_seed(1 + rank)
+    model: Any = Wav2Vec2ForSequenceClassification.from_pretrained(f"{out}/saved")
+    found = whole(model)
+    if rank != 0:  # the originals are not sharded yet, and were loaded on rank 0
+        found |= {name: value for name, value in plain.state_dict().items() if "original" in name}
+    facts: dict[str, Any] = {"differences": differences(found, plain.state_dict())}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=kept.config)
+    facts["sharded"] = {parameter.ds_status.name for parameter in model.parameters()}
+    alone = torch.optim.SGD(plain.train().parameters(), lr=0.05)
+    torch.manual_seed(2)
+    sounds, labels = torch.randn(4 * world, 400), torch.arange(4 * world) % 3
+    losses: list[list[float]] = []
+    for _ in range(3):
+        loss = engine(sounds[rank::world], labels=labels[rank::world]).loss
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        whole_loss = plain(sounds, labels=labels).loss
+        whole_loss.backward()
+        alone.step()
+        alone.zero_grad()
+        losses.append([mean.item() / world, whole_loss.item()])
+    facts["losses"] = losses
+    expected, found = plain.state_dict(), engine.full_state_dict()  # on rank 0
+    facts["trained"] = max((float((found[name] - expected[name]).abs().max()) for name in found), default=0.0)
+    return facts

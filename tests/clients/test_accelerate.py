@@ -85,8 +85,12 @@ def test_a_dynamo_backend(ranks2: RankPool, stage: int) -> None:
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_of_hugging_face(ranks2: RankPool, stage: int) -> None:
-    expected = ranks2.run(client, runs.language_model, None)[0]
-    found = ranks2.run(client, runs.language_model, stage)[0]
+def test_a_model_of_hugging_face(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
+    theirs, ours = tmp_path / "ddp", tmp_path / "ours"
+    expected = ranks2.run(client, runs.language_model, None, str(theirs))[0]
+    found = ranks2.run(client, runs.language_model, stage, str(ours))[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["born"] == ("ShardedParameter" if stage == 3 else "Parameter")
+    torch.testing.assert_close(
+        load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors"), rtol=1e-6, atol=1e-6
+    )

@@ -76,3 +76,10 @@ def test_plain_weights_are_loaded(ranks2: RankPool, tmp_path: Path, stage: int, 
     found = ranks2.run(client, runs.raw, stage, str(tmp_path / "net.pt"), trained)[1]
     torch.testing.assert_close(found["weights"], dict(net.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(found["evaluated"], net(torch.ones(2, 10)).detach())
+
+
+def test_several_models_with_methods_of_their_own(ranks2: RankPool) -> None:
+    expected = ranks2.run(client, runs.several, None)
+    for stage in STAGES:
+        for ours, theirs in zip(ranks2.run(client, runs.several, stage), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)

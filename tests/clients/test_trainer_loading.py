@@ -62,3 +62,13 @@ def test_from_config(ranks2: RankPool, tmp_path: Path) -> None:
 def test_buffers_are_saved_and_loaded(ranks2: RankPool, tmp_path: Path) -> None:
     for facts in ranks2.run(client, loading.convolutional, str(tmp_path)):
         assert facts == {"differences": {}, "tracked": {3 + 8}}  # 4 steps of 2 micro-batches
+
+
+def test_weights_that_are_parametrised(ranks2: RankPool, tmp_path: Path) -> None:
+    """wav2vec2: what `weight_norm` makes of a weight within the constructor is loaded, sharded and trained."""
+    for facts in ranks2.run(client, loading.speech, str(tmp_path)):
+        assert facts["differences"] == {}
+        assert facts["sharded"] == {"NOT_AVAILABLE"}
+        for ours, plain in facts["losses"]:
+            assert ours == pytest.approx(plain, rel=1e-6)
+        assert facts["trained"] < 1e-6

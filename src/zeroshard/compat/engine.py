@@ -226,14 +226,16 @@ class DeepSpeedEngine(Engine):
         with self.gathered(modifier_rank=0):
             custom_load_fn(src=weights, dst=self.module)
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
-        """The whole state dict, on the CPU, on rank 0; None elsewhere. All ranks call it."""
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The whole state dict, on the CPU, on rank 0; empty elsewhere. All ranks call it.
+
+        DeepSpeed has None elsewhere. accelerate's guide hands the answer to `save_pretrained` on every rank, and
+        that asks the module for its state dict where it gets None: a call for all ranks, without rank 0.
+        """
         state = self.full_state_dict()
         if exclude_frozen_parameters:
             drop_frozen(state, self.module)
-        return state if self._states.rank == 0 else None
+        return state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
