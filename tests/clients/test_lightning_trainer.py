@@ -161,3 +161,22 @@ def test_stage_3_goes_on_from_a_single_file(ranks2: RankPool, tmp_path: Path) ->
     began, steps = ranks2.run(client, runs.from_one_file, str(tmp_path), str(tmp_path / "step=12.ckpt"))[0]
     torch.testing.assert_close(began, saved["weights"], rtol=0, atol=0)
     assert steps == 18
+
+
+def test_a_run_goes_on_at_another_stage(ranks2: RankPool, tmp_path: Path) -> None:
+    """An epoch each at stages 1, 3 and 2: together what DDP computes in three."""
+    expected = ranks2.run(client, runs.fit, None, str(tmp_path / "ddp"), max_epochs=3)[0]
+    losses: list[float] = []
+    for epoch, stage in enumerate([1, 3, 2]):
+        found = ranks2.run(
+            client,
+            runs.fit,
+            stage,
+            str(tmp_path),
+            saves={"every_n_epochs": 1, "save_on_train_epoch_end": True},
+            resume=str(tmp_path / f"step={6 * epoch}.ckpt") if epoch else None,
+            max_epochs=epoch + 1,
+        )[0]
+        losses += found["losses"]
+    assert losses == pytest.approx(expected["losses"], rel=1e-6)
+    assert_same(found, expected, "weights", "metrics")
