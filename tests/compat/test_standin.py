@@ -279,3 +279,15 @@ def test_clones_for_saving_have_memory_of_their_own_and_keep_ties() -> None:
     assert torch.equal(found["other"][0], base[4:8])
     assert found["a"].untyped_storage().nbytes() == 16
     assert found["a"].data_ptr() != base.data_ptr()
+
+
+@pytest.mark.parametrize(("path", "told"), [("", True), (STANDIN, False)])
+def test_libraries_that_found_no_deepspeed_are_named(path: str, told: bool) -> None:
+    code = """
+    import sys, types
+    sys.modules["transformers.integrations.deepspeed"] = types.ModuleType("transformers.integrations.deepspeed")
+    import zeroshard.compat.deepspeed
+    """
+    done = run(code, path=path)
+    assert done.returncode == 0, done.stderr
+    assert ("transformers looked for deepspeed when imported, and found none" in done.stderr) == told

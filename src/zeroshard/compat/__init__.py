@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import sys
+import warnings
 from pathlib import Path
 
 from zeroshard.errors import ZeroShardError
@@ -21,6 +23,9 @@ __all__ = ["VERSION", "activate", "real_deepspeed_installed", "standin_directory
 
 VERSION = "0.19.8+zeroshard"
 """The release whose calls are offered; libraries compare it with their minima."""
+
+_LOOKED = {"transformers.integrations.deepspeed": "transformers", "accelerate.accelerator": "accelerate"}
+"""Modules that look for deepspeed while they are imported, and never again."""
 
 
 def standin_directory() -> Path:
@@ -43,8 +48,10 @@ def real_deepspeed_installed() -> bool:
 def activate() -> None:
     """Make `import deepspeed`, and the metadata of that name, mean the stand-in, in this process. Idempotent.
 
-    Libraries look for deepspeed when they are imported: call it before. Raises ZeroShardError when another
-    deepspeed is imported already.
+    Libraries look for deepspeed when they are imported: call it before. A warning names those that have been.
+
+    Raises:
+        ZeroShardError: another deepspeed is imported already.
     """
     directory = str(standin_directory())
     imported = sys.modules.get("deepspeed")
@@ -55,5 +62,12 @@ def activate() -> None:
             f"`zeroshard run --as-deepspeed`"
         )
     if directory not in sys.path:
+        late = [library for module, library in _LOOKED.items() if module in sys.modules]
+        if late and importlib.util.find_spec("deepspeed") is None:
+            warnings.warn(
+                f"{' and '.join(late)} looked for deepspeed when imported, and found none: what they do with it "
+                f"will fail. Import zeroshard.compat.deepspeed before, or start the script with `zeroshard run`",
+                stacklevel=2,
+            )
         sys.path.insert(0, directory)
         importlib.invalidate_caches()
