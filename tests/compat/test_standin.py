@@ -27,8 +27,8 @@ STANDIN = str(zeroshard.compat.standin_directory())
 
 
 def run(code: str, *, path: str = STANDIN, **env: str) -> subprocess.CompletedProcess[str]:
-    """Python code in a process of its own that has `path` in front."""
-    here = os.pathsep.join([path, *(entry for entry in sys.path if entry)])
+    """Python code in a process of its own that has `path` in front, and the stand-in only if that is it."""
+    here = os.pathsep.join([path, *(entry for entry in sys.path if entry not in ("", STANDIN))])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": here, **env},
