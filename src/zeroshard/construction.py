@@ -159,9 +159,8 @@ class Init:
     def _cut(self, cuts: Cuts, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if isinstance(module, ParametrizationList):
             cuts.leave_whole(parameter)
-            is_made = (
-                name.rpartition(".")[2] not in module._parameters
-            )  # else it has been loaded, or moved about
+            # One that the module has already was loaded, or is moved about.
+            is_made = name.rpartition(".")[2] not in module._parameters
             if is_made and parameter.is_floating_point() and _initialisers_are_off():
                 # From memory that nobody wrote. A loader may fill it; if none does, that is to show.
                 with torch.no_grad():
